@@ -1,4 +1,4 @@
-"""Weight hand-over against the floor of the same machine: bytes and seconds by phase, of every transport.
+"""Weight sync against the floor of the same machine: bytes and seconds by phase, of every transport.
 
 Starts a real server on a random Qwen2 of 100 M parameters and a real trainer in this process. Each round measures, one
 after the other so that a slow minute of the machine hits all of them: a bare broadcast of the same bytes between two

@@ -96,7 +96,7 @@ config algorithm.los=x | unknown key 'algorithm.los'; `python run.py config --re
 config 'rewards.functions={length:1}' | length:1: must be a mapping of key: value, got None; write a space after
 config colon.yaml | colon.yaml: rewards.functions: must be a mapping of key: value, got 'length:1'; write a space
 config sft=3 | sft: must be a mapping of key: value, got 3 (sft.batch_size, sft.epochs)
-check rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
+check rollout.group_size=1 | rollout.group_size=1 leaves algorithm.advantage=mean nothing to compare with: set 2 or more
 config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
 check 'algorithm.correction={name: mask, bounds: [3, 1]}' | algorithm.correction.bounds: must be [lowest, highest]
 check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
@@ -124,7 +124,7 @@ check eval.reward=exact_mach | rewards.functions or eval.reward: there is no rew
 check algorithm.preset=distill | needs a teacher: set algorithm.reference to its folder or server
 config algorithm.preset=distill algorithm.reference=http://127.0.0.1:8100 rollout.temperature=0.8 | set rollout.temp
 config algorithm.kl=k2 algorithm.kl_coef=1 algorithm.reference=http://here:90000 | Port out of range
-check algorithm.baseline=meen | algorithm.baseline: there is no advantage 'meen' (did you mean 'mean'?); known:
+check algorithm.advantage=meen | algorithm.advantage: there is no advantage 'meen' (did you mean 'mean'?); known:
 check plugins=mine.py 'rewards.functions={forgotten: 1}' | ; mine.py has a function forgotten without @reward("for
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | needs the option 'solution': set rewards.functions.my_
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | solution; the row's answer is the argument answer, its

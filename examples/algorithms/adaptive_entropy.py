@@ -1,6 +1,6 @@
 """Adaptive entropy control of Skywork-OR1 (arXiv 2505.22312): a bonus while the entropy is too low.
 
-Settings: algorithm.clip=adaptive_entropy
+Settings: algorithm.objective=adaptive_entropy
 """
 
 import math

@@ -1,6 +1,6 @@
 """Advantages by rank, which no scale and no outlier of the rewards changes (fitness shaping, arXiv 1106.4487).
 
-Settings: algorithm.baseline={name: by_rank, power: 2} algorithm.scale=none
+Settings: algorithm.advantage={name: by_rank, power: 2} algorithm.scale=none
 """
 
 from hocket.algorithm.choices import advantage

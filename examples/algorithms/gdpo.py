@@ -1,6 +1,6 @@
 """Group reward-decoupled normalisation (GDPO, arXiv 2601.05242): normalise each reward of a group, then sum.
 
-Settings: algorithm.baseline=gdpo algorithm.scale=none
+Settings: algorithm.advantage=gdpo algorithm.scale=none
 """
 
 from hocket.algorithm.choices import advantage

@@ -1,6 +1,6 @@
 """Geometric-mean policy optimisation (arXiv 2507.20673): the geometric mean of a sequence's clipped ratios.
 
-Settings: algorithm.clip=gmpo algorithm.aggregate=seq_mean_token_mean algorithm.minibatches=2
+Settings: algorithm.objective=gmpo algorithm.aggregate=seq_mean_token_mean algorithm.minibatches=2
 """
 
 from hocket.algorithm.choices import objective, sequence_means

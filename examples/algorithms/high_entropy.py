@@ -1,6 +1,6 @@
 """Train on the tokens of the highest entropy alone, the forks of a text (arXiv 2506.01939).
 
-Settings: algorithm.clip=high_entropy
+Settings: algorithm.objective=high_entropy
 """
 
 from hocket.algorithm.choices import objective, ppo

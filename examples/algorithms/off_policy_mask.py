@@ -1,6 +1,6 @@
 """The off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556).
 
-Settings: algorithm.clip=off_policy_mask algorithm.minibatches=2
+Settings: algorithm.objective=off_policy_mask algorithm.minibatches=2
 """
 
 from hocket.algorithm.choices import objective, ppo, sequence_means

@@ -1,6 +1,6 @@
 """Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid of the ratio in place of its clip.
 
-Settings: algorithm.clip=sapo algorithm.aggregate=seq_mean_token_mean algorithm.minibatches=2
+Settings: algorithm.objective=sapo algorithm.aggregate=seq_mean_token_mean algorithm.minibatches=2
 """
 
 from hocket.algorithm.choices import objective

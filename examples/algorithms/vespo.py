@@ -1,6 +1,6 @@
 """Variational sequence-level soft policy optimisation (arXiv 2602.10693): a gamma-shaped weight per sequence.
 
-Settings: algorithm.clip=vespo algorithm.aggregate=token_mean algorithm.correction=none algorithm.minibatches=2
+Settings: algorithm.objective=vespo algorithm.aggregate=token_mean algorithm.correction=none algorithm.minibatches=2
 """
 
 import math

@@ -21,7 +21,7 @@ from support.samples import NORMALISED
         ([1.0, 2.0, 8.0, 3.0, 2.0], [0, 0, 1, 0, 1], {}, [-1.0, 0.0, 3 / math.sqrt(18), 1.0, -3 / math.sqrt(18)]),
         # equal rewards, or one alone: zero, not NaN
         ([0.3] * 8, [0] * 8, {}, [0.0] * 8),
-        ([1.0], [0], {"baseline": "leave_one_out"}, [0.0]),
+        ([1.0], [0], {"advantage": "leave_one_out"}, [0.0]),
         # deviations ∓1e-6, their own √2 · 1e-6, and 1e-6 beside it: 1 / (√2 + 1)
         ([0.0, 2e-6], [0, 0], {}, [1 - math.sqrt(2), math.sqrt(2) - 1]),
         ([0.0, 2e-6], [0, 0], {"scale": "batch"}, [1 - math.sqrt(2), math.sqrt(2) - 1]),
@@ -35,7 +35,7 @@ from support.samples import NORMALISED
 def test_advantages_by_hand(
     rewards: list[float], group_ids: list[int], knobs: dict[str, Any], expected: list[float]
 ) -> None:
-    found = group_advantages(rewards, group_ids, **{"baseline": "mean", "scale": "group"} | knobs)
+    found = group_advantages(rewards, group_ids, **{"advantage": "mean", "scale": "group"} | knobs)
     assert found.tolist() == pytest.approx(expected, rel=NORMALISED)
 
 

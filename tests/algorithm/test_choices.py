@@ -63,34 +63,34 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_own_advantage_of_the_group_has_its_options_and_is_divided_by_scale() -> None:
     # ranks −1, 0, 1 | −1, 1, and their squares; deviation of 0, 3, 9: √21
     rewards = [0.0, 3.0, 9.0, 5.0, 7.0]
-    found = group_advantages(rewards, [0, 0, 0, 1, 1], baseline={"name": "rank", "power": 2}, scale="none")
+    found = group_advantages(rewards, [0, 0, 0, 1, 1], advantage={"name": "rank", "power": 2}, scale="none")
     assert found.tolist() == [-1.0, 0.0, 1.0, -1.0, 1.0]
-    scaled = group_advantages(rewards[:3], [0, 0, 0], baseline="rank", scale="group")
+    scaled = group_advantages(rewards[:3], [0, 0, 0], advantage="rank", scale="group")
     assert scaled.tolist() == pytest.approx([-1 / math.sqrt(21), 0.0, 1 / math.sqrt(21)])  # beside 1e-6 of 4.6
 
 
 def test_an_own_advantage_of_the_batch_gets_all_rewards_and_the_numbers_of_their_groups() -> None:
-    found = group_advantages([1.0, 2.0, 6.0], [0, 0, 1], baseline="over_batch", scale="none")
+    found = group_advantages([1.0, 2.0, 6.0], [0, 0, 1], advantage="over_batch", scale="none")
     assert found.tolist() == [-2.0, -1.0, 4.0]
     parts = [{"a": 1.0}, {"a": 2.0}, {"b": 3.0}]  # sources of a mixture have others
-    assert group_advantages([1.0, 2.0, 6.0], [0, 0, 1], baseline="over_batch", scale="none", parts=parts).equal(found)
+    assert group_advantages([1.0, 2.0, 6.0], [0, 0, 1], advantage="over_batch", scale="none", parts=parts).equal(found)
 
 
 def test_an_own_advantage_gets_the_parts_of_the_rewards_nan_where_a_source_has_no_such_one() -> None:
     rollouts = [make_rollout(-1.0)] * 2
     groups = [group_of(*rollouts, rewards=[{name: 1.0}, {name: 2.0}]) for name in ("a", "b")]
     for name, expected in (("a", [1.0, 2.0, -9.0, -9.0]), ("b", [-9.0, -9.0, 1.0, 2.0])):
-        samples, _ = sampled(groups, algorithm(f"baseline={{name: part, of: {name}}}", "scale=none"))
+        samples, _ = sampled(groups, algorithm(f"advantage={{name: part, of: {name}}}", "scale=none"))
         assert [sample.advantages[-1] for sample in samples] == expected
     # what scale divides by is the deviation of a group's rewards, √2, not that of its parts
     part, alone = {"name": "part", "of": "a"}, [{"a": 0.0}, {"a": 8.0}]
-    scaled = group_advantages([0.0, 2.0], [0, 0], baseline=part, scale="group", parts=alone)
+    scaled = group_advantages([0.0, 2.0], [0, 0], advantage=part, scale="group", parts=alone)
     assert scaled.tolist() == pytest.approx([0.0, 8 / math.sqrt(2)])  # beside 1e-6
 
 
 def test_parts_are_the_reward_functions_alone_not_what_they_add_up_or_only_tell() -> None:
     parts = [{"judge": 0.5, "judge/dollars": 100.0, "judge/1": 0.5}] * 2
-    assert group_advantages([0.5, 0.5], [0, 0], baseline="count_parts", scale="none", parts=parts).tolist() == [1, 1]
+    assert group_advantages([0.5, 0.5], [0, 0], advantage="count_parts", scale="none", parts=parts).tolist() == [1, 1]
 
 
 NOT_FINITE = "returned {} as advantage {}: have it meet equal rewards, one alone, and reward functions that a source"
@@ -124,13 +124,13 @@ def test_an_own_advantage_that_is_not_finite_or_has_another_shape_is_refused_by_
     )
     load_plugins([str(file)])
     group = group_of(*[make_rollout(-1.0, -1.0)] * 2, rewards=[1.0, 0.0])
-    with pytest.raises(ConfigError, match=rf"algorithm\.baseline={name} {message}"):
-        sampled([group], algorithm(f"baseline={name}", "scale=none"))
+    with pytest.raises(ConfigError, match=rf"algorithm\.advantage={name} {message}"):
+        sampled([group], algorithm(f"advantage={name}", "scale=none"))
 
 
 def test_numbers_that_were_not_finite_before_are_no_fault_of_the_advantage() -> None:
     measured = [{"ref_logprobs": [0.0, 0.0, math.nan]}] * 2
-    own = algorithm("baseline=last_alone", "scale=none", "kl=k1", "kl_in=reward", "kl_coef=0.5")
+    own = algorithm("advantage=last_alone", "scale=none", "kl=k1", "kl_in=reward", "kl_coef=0.5")
     samples, _ = sampled([group_of(*[make_rollout(-1.0)] * 2, rewards=[1.0, 0.0])], own, measured, 0.5)
     assert all(math.isnan(sample.advantages[-1]) for sample in samples)  # the trainer's guard names ref_logprobs
 
@@ -140,10 +140,10 @@ def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_
     name: str, expected: list[float]
 ) -> None:
     alike = group_of(*[make_rollout(-1.0, -1.0)] * 2, rewards=[2.0, 2.0])
-    own = algorithm(f"baseline={name}", "scale=none")
+    own = algorithm(f"advantage={name}", "scale=none")
     assert shape(alike, own, MAX_TOKENS).reason is None
     assert [list(sample.advantages) for sample in sampled([alike], own)[0]] == [[0.0, 0.0, *expected]] * 2
-    assert shape(alike, algorithm("baseline=rank"), MAX_TOKENS).reason == "every reward is 2"
+    assert shape(alike, algorithm("advantage=rank"), MAX_TOKENS).reason == "every reward is 2"
 
 
 def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_examples.py has objectives, aggregates, KLs
@@ -164,23 +164,23 @@ def test_a_weight_at_a_bound_is_kept(name: str, bounds: tuple[float, float]) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("baseline=rnk", r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: .*critic, .*; add your own"),
-        ("clip=pp0", "there is no objective 'pp0'"),
+        ("advantage=rnk", r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: .*critic, .*; add your own"),
+        ("objective=pp0", "there is no objective 'pp0'"),
         ("aggregate=token_men", "there is no aggregate 'token_men'"),
         ("correction=msk", "there is no correction 'msk'"),
         ("credit=step_group", "there is no credit 'step_group'"),
-        ("baseline=over_batch;credit=turn", "compares turns of a group, algorithm.baseline=over_batch does not"),
+        ("advantage=over_batch;credit=turn", "compares turns of a group, algorithm.advantage=over_batch does not"),
         ("preset=distill", "algorithm.preset=distill needs a teacher: set algorithm.reference"),
-        ("baseline={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),
-        ("baseline={name: rank, power: x}", "algorithm.baseline.power: must be a number, got 'x'"),
-        ("clip={name: ppo, dual_clip: 1}", "algorithm.clip.dual_clip: Input should be greater than 1"),
-        ("baseline={name: none, discount: -1};scale=none", "algorithm.baseline.discount: Input should be gr"),
-        ("baseline={name: none, gae_lambda: 1};scale=none", r"advantage none.* has no option 'gae_lambda'"),
+        ("advantage={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),
+        ("advantage={name: rank, power: x}", "algorithm.advantage.power: must be a number, got 'x'"),
+        ("objective={name: ppo, dual_clip: 1}", "algorithm.objective.dual_clip: Input should be greater than 1"),
+        ("advantage={name: none, discount: -1};scale=none", "algorithm.advantage.discount: Input should be gr"),
+        ("advantage={name: none, gae_lambda: 1};scale=none", r"advantage none.* has no option 'gae_lambda'"),
         ("correction={name: truncate, bounds: [5, 0.5]}", r"bounds: .*\[lowest, highest\]"),
-        ("clip={name: cispo, dual_clip: 3}", "objective cispo.* has no option 'dual_clip'"),
-        ("baseline=none", "baseline=none compares no rollouts: set algorithm.scale to tokens or none"),
-        ("baseline=critic;scale=batch", "set algorithm.scale to tokens or none"),
-        ("baseline=last_alone", "baseline=last_alone compares no rollouts"),
+        ("objective={name: cispo, dual_clip: 3}", "objective cispo.* has no option 'dual_clip'"),
+        ("advantage=none", "advantage=none compares no rollouts: set algorithm.scale to tokens or none"),
+        ("advantage=critic;scale=batch", "set algorithm.scale to tokens or none"),
+        ("advantage=last_alone", "advantage=last_alone compares no rollouts"),
         ("kl=k1;kl_coef=0.1", "set algorithm.kl_in=reward, or algorithm.kl=k2"),
     ],
 )
@@ -190,14 +190,14 @@ def test_what_can_not_be_chosen_or_does_not_fit_is_refused_with_the_fix(settings
 
 
 def test_one_rollout_leaves_a_group_nothing_to_compare_with() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.group_size=1 leaves algorithm.baseline=mean nothing"):
+    with pytest.raises(ConfigError, match=r"rollout.group_size=1 leaves algorithm.advantage=mean nothing"):
         choices.check(algorithm(), group_size=1)
     choices.check(algorithm(), group_size=2)
     choices.check(algorithm("preset=reinforce_pp"), group_size=1)
-    choices.check(algorithm("baseline=critic", "scale=none", "credit=turn", "correction=none"), group_size=1)
+    choices.check(algorithm("advantage=critic", "scale=none", "credit=turn", "correction=none"), group_size=1)
 
 
 def test_a_choice_without_options_is_its_name_in_a_config_that_is_written() -> None:
-    own = algorithm("baseline={name: rank}", "clip={name: ppo, dual_clip: 3}")
-    assert (own.baseline, own.clip) == ("rank", {"name": "ppo", "dual_clip": 3})
-    assert choose("clip", own.clip).options == {"dual_clip": 3.0}
+    own = algorithm("advantage={name: rank}", "objective={name: ppo, dual_clip: 3}")
+    assert (own.advantage, own.objective) == ("rank", {"name": "ppo", "dual_clip": 3})
+    assert choose("objective", own.objective).options == {"dual_clip": 3.0}

@@ -180,7 +180,7 @@ def test_advantages_over_turns_with_a_critic_by_hand() -> None:
     """One step is a turn: its value is that of its first token, its target the same for all its tokens."""
     values = [0.0, 0.5, 9.0, 0.0, 0.25, 9.0, 0.0]
     algorithm = settings(
-        "baseline={name: critic, discount: 0.5, gae_lambda: 0.5}", "scale=none", "credit=turn", "correction=none"
+        "advantage={name: critic, discount: 0.5, gae_lambda: 0.5}", "scale=none", "credit=turn", "correction=none"
     )
     (sample,), _ = sampled([group(played((0.1, ""), (2.0, "")))], algorithm, [{"values": values}])
     last = 2.0 - 0.25
@@ -194,7 +194,7 @@ def test_with_a_critic_a_turn_that_is_not_trained_has_its_reward_counted_for_the
     """Turns 0 and 3 are one sequence, 1 was cut off, 2 is another. Before all that is trained it counts for none."""
     cut = taken(TurnReward(1, 1, 0.5), finish_reason="length")
     sequences = cut, taken(TurnReward(2, 1, 4.0)), taken(TurnReward(0, 1, 1.0), TurnReward(3, 1, 0.0))
-    overrides = ("baseline=critic", "scale=none", "credit=turn", "correction=none", "mask_truncated=true")
+    overrides = ("advantage=critic", "scale=none", "credit=turn", "correction=none", "mask_truncated=true")
     other = taken(TurnReward(0, 1, 0.5), finish_reason="length"), taken(TurnReward(1, 1, 1.0))
     measured = [{"values": [0.0] * len(one.mask)} for one in (*sequences, *other)]
     own = group(episode(*sequences), episode(*other), outcomes=[8.0, 0.0])
@@ -209,7 +209,7 @@ def test_with_a_critic_a_turn_pays_for_the_kl_of_all_its_tokens() -> None:
         {"values": [0.0, 1.0, 0.0], "ref_logprobs": [0.0, 0.0, 0.0]},
         {"values": [0.0, 0.5, 0.0], "ref_logprobs": [0.0, -2.0, 0.0]},
     ]
-    algorithm = settings("baseline=critic", "scale=none", "credit=turn", "kl=k1", "kl_in=reward", "kl_coef=0.5")
+    algorithm = settings("advantage=critic", "scale=none", "credit=turn", "kl=k1", "kl_in=reward", "kl_coef=0.5")
     samples, _ = sampled([group(episode(*sequences), outcomes=[8.0])], algorithm, measured, 0.5)
     # k1 = 1 and 3 | 0 | 2. Turn 2 has the outcome, 8; turn 1 that and −.5 · 4; turn 0 that and −.5 · 2; minus values.
     found = [list(sample.advantages) for sample in samples]
@@ -242,7 +242,7 @@ def test_an_own_credit_is_a_function_and_baselines_that_compare_no_turns_are_ref
         with pytest.raises(ConfigError, match=f"returned {count} for 3 advantages: have it return one for each"):
             of_turns(own, algorithm=settings(f"credit={{name: so_many, count: {count}}}"))
     with pytest.raises(ConfigError, match="compares turns of a group"):
-        check(settings("credit=step_groups", "baseline=critic", "scale=none"), 8)
+        check(settings("credit=step_groups", "advantage=critic", "scale=none"), 8)
     for env in ("other: 1", "env: {normalize: true}", "env: {clip: [0, 1]}"):  # the last turn would pay for the rest
         with pytest.raises(ConfigError, match=r"needs rewards of turns .* add rewards\.functions\.env, with a weight"):
             config_module.load(None, ["algorithm.credit=turn", f"rewards.functions={{{env}}}"])

@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "examples" / "algorithms").glob("*.py"))
 RECORDED = json.loads((Path(__file__).parent / "trl.json").read_text(encoding="utf-8"))  # by record_trl.py
 AS_RECORDED: dict[str, dict[str, Any]] = {
-    "sapo": {"clip": {"name": "sapo", "negative": 1.0625}, "aggregate": "seq_mean_token_mean"},
-    "vespo": {"clip": "vespo", "aggregate": "token_mean"},
+    "sapo": {"objective": {"name": "sapo", "negative": 1.0625}, "aggregate": "seq_mean_token_mean"},
+    "vespo": {"objective": "vespo", "aggregate": "token_mean"},
     "luspo": {"ratio": "sequence", "aggregate": "luspo", "clip_low": 0.05, "clip_high": 0.05},
-    "gmpo": {"clip": "gmpo", "aggregate": "seq_mean_token_mean"},
-    "off_policy_mask": {"clip": "off_policy_mask"},
+    "gmpo": {"objective": "gmpo", "aggregate": "seq_mean_token_mean"},
+    "off_policy_mask": {"objective": "off_policy_mask"},
     "unbiased_kl": {"kl": "unbiased_kl", "kl_coef": 0.3},
-    "high_entropy": {"clip": {"name": "high_entropy", "share": 0.4}},
-    "adaptive_entropy": {"clip": {"name": "adaptive_entropy", "target": 1.0}},
+    "high_entropy": {"objective": {"name": "high_entropy", "share": 0.4}},
+    "adaptive_entropy": {"objective": {"name": "adaptive_entropy", "target": 1.0}},
 }
 AWAY = 10 * rounding(100, torch.float64)
 """Of sums of 42 tokens' terms behind means of 7, each below 10."""
@@ -89,7 +89,7 @@ def test_gdpo_equals_trl_also_where_rollouts_lack_a_reward(case: str) -> None:
     found = group_advantages(
         [0.0] * 8,
         [0, 0, 0, 0, 1, 1, 1, 1],
-        baseline={"name": "gdpo", "weights": {"second": 0.5}},
+        advantage={"name": "gdpo", "weights": {"second": 0.5}},
         scale="none",
         parts=parts,
     )
@@ -98,7 +98,7 @@ def test_gdpo_equals_trl_also_where_rollouts_lack_a_reward(case: str) -> None:
 
 
 def test_ranks_are_those_of_the_rewards() -> None:
-    found = group_advantages([0.0, 9.0, 3.0, 3.0], [0] * 4, baseline="by_rank", scale="none")
+    found = group_advantages([0.0, 9.0, 3.0, 3.0], [0] * 4, advantage="by_rank", scale="none")
     assert found.tolist() == pytest.approx([-1.0, 1.0, 0.0, 0.0])
 
 

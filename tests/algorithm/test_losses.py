@@ -39,13 +39,13 @@ def test_the_metrics_of_importance_weights_by_hand(correction: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("clip", "low", "high"),
+    ("objective", "low", "high"),
     [("ppo", 2, 1), ("cispo", 3, 2), ("none", 0, 0)],  # ppo: below where A < 0, above where A > 0
 )
-def test_what_counts_as_clipped_by_hand(clip: str, low: int, high: int) -> None:
+def test_what_counts_as_clipped_by_hand(objective: str, low: int, high: int) -> None:
     # The bounds are .9 and 1.3: three ratios lie below, two above, one between.
     ratio, advantages = double([[0.85, 0.85, 1.35, 1.35, 1.2, 0.8]]), double([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])
-    config = LossConfig(clip=clip, clip_low=0.1, clip_high=0.3, correction="none")
+    config = LossConfig(objective=objective, clip_low=0.1, clip_high=0.3, correction="none")
     metrics = loss_of(ratio.log(), ratio * 0, advantages, ratio > 0, config=config, num_tokens=6).metrics
     assert (metrics["clip_low"].item(), metrics["clip_high"].item()) == pytest.approx((low / 6, high / 6))
     # A ratio of 1 is within bounds of 1 and 1.
@@ -65,7 +65,7 @@ def test_a_choice_gets_zeros_outside_the_mask_whatever_stands_there() -> None:
         return ratio_bt
 
     numbers, mask = double([[-1.0, math.nan]]), torch.tensor([[True, False]])
-    loss_of(numbers, numbers, numbers, mask, config=LossConfig(clip="noting"), num_tokens=1, entropy=numbers)
+    loss_of(numbers, numbers, numbers, mask, config=LossConfig(objective="noting"), num_tokens=1, entropy=numbers)
     assert len(given) == 4
     assert all(values.tolist() == [[-1.0, 0.0]] for values in given.values()), given
 
@@ -75,7 +75,7 @@ def test_nothing_outside_the_mask_is_in_the_loss_also_where_an_aggregate_does_no
     def all_alike(mask_bt: Tensor) -> Tensor:
         return torch.ones_like(mask_bt)
 
-    config = LossConfig(clip="none", correction="none", aggregate="all_alike")
+    config = LossConfig(objective="none", correction="none", aggregate="all_alike")
     zeros, mask = double([[0.0, 0.0]]), torch.tensor([[True, False]])
     assert loss_of(zeros, zeros, double([[3.0, 5.0]]), mask, config=config, num_tokens=1).loss.item() == -3.0
 
@@ -106,7 +106,7 @@ BY_HAND = {
 OTHERS = {
     # A = −1: r = 5 → c·A = −3, no slope; r = 2 → rA = −2; r = .5 → clipped at .8. A = 1: as without
     "dual_clip": (
-        LossConfig(clip_low=0.2, clip_high=0.2, correction="none", clip={"name": "ppo", "dual_clip": 3.0}),
+        LossConfig(clip_low=0.2, clip_high=0.2, correction="none", objective={"name": "ppo", "dual_clip": 3.0}),
         double([[5.0, 2.0, 0.5, 0.5]]),
         double([[-1.0, -1.0, -1.0, 1.0]]),
         (3 + 2 + 0.8 - 0.5) / 4,
@@ -215,13 +215,13 @@ def plain_loss(
                 "sequence_mask": min(w, 2.0) if low <= geometric <= high else 0.0,
             }[correction["name"]]
             clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
-            if config.clip == "none":
+            if config.objective == "none":
                 value, slope = r * a, r * a
-            elif config.clip == "cispo":
+            elif config.objective == "cispo":
                 value, slope = clipped * a * token.logprob, clipped * a
             else:
                 value, slope = (r * a, r * a) if r * a <= clipped * a else (clipped * a, 0.0)
-                dual_clip = config.clip["dual_clip"] if isinstance(config.clip, dict) else None
+                dual_clip = config.objective["dual_clip"] if isinstance(config.objective, dict) else None
                 if dual_clip is not None and a < 0 and value < dual_clip * a:
                     value, slope = dual_clip * a, 0.0
             value, slope = -weight * value, -weight * slope
@@ -302,9 +302,9 @@ VARIANTS = [
     LossConfig(correction={"name": "truncate", "bounds": (0.8, 1.2)}, aggregate="seq_mean_token_sum"),
     LossConfig(correction={"name": "mask", "bounds": (0.7, 1.4)}, aggregate="seq_mean_token_mean"),
     LossConfig(correction={"name": "sequence_mask", "bounds": (0.85, 1.15)}),
-    LossConfig(correction="none", clip="none", ratio="sequence", aggregate="seq_mean_token_sum"),
-    LossConfig(correction="none", clip={"name": "ppo", "dual_clip": 1.1}, clip_low=0.1, clip_high=0.1),
-    LossConfig(correction="none", kl="k3", kl_coef=0.3, clip="cispo", aggregate="constant", constant_length=5),
+    LossConfig(correction="none", objective="none", ratio="sequence", aggregate="seq_mean_token_sum"),
+    LossConfig(correction="none", objective={"name": "ppo", "dual_clip": 1.1}, clip_low=0.1, clip_high=0.1),
+    LossConfig(correction="none", kl="k3", kl_coef=0.3, objective="cispo", aggregate="constant", constant_length=5),
     LossConfig(kl="k2", kl_coef=0.3),
 ]
 

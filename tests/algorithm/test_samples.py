@@ -158,7 +158,7 @@ def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -
     assert samples[1].advantages == pytest.approx((0.0, 0.0, (-5 / 6) / deviation))
     assert shaping["rollout/kl"] == pytest.approx(0.0)
     # with discount ½: 1.5 and −½ + ½ · 1.5 = ¼; not whitened
-    knobs = settings("preset=reinforce_pp", "baseline={name: none, discount: 0.5}", "scale=none")
+    knobs = settings("preset=reinforce_pp", "advantage={name: none, discount: 0.5}", "scale=none")
     samples, _ = sampled(groups, knobs, measured, 0.5)
     assert list(samples[0].advantages) == [0.0, 0.0, 0.25, 0.0, 1.5]
 
@@ -218,7 +218,7 @@ def test_ppo_passes_over_tokens_of_the_environment() -> None:
     values = (0.0, 0.0, 2.0, 0.0, 0.0, 1.0)
     # λ ½ and discount ½ over the two sampled tokens: δ = 0 + ½ · 1 − 2 = −1.5, 3 − 1 = 2; A = −1.5 + ¼ · 2 = −1, 2;
     # returns A + V = 1, 3
-    knobs = "preset=ppo", "baseline={name: critic, gae_lambda: 0.5, discount: 0.5}"
+    knobs = "preset=ppo", "advantage={name: critic, gae_lambda: 0.5, discount: 0.5}"
     measured = [{"values": values}]
     (sample,), _ = sampled(groups, settings(*knobs, "scale=none"), measured)
     assert measured == [{"values": values}]

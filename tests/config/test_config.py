@@ -25,10 +25,10 @@ def algorithm(*overrides: str) -> config.AlgorithmConfig:
 
 
 def test_a_preset_fills_what_is_not_set_and_the_resolved_config_shows_it(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "algorithm: {preset: gspo, clip_high: 0.1}\n", "algorithm.baseline=leave_one_out")
+    loaded = load(tmp_path, "algorithm: {preset: gspo, clip_high: 0.1}\n", "algorithm.advantage=leave_one_out")
     found = loaded.algorithm
     assert (found.preset, found.ratio, found.clip_low, found.clip_high) == ("gspo", "sequence", 3e-4, 0.1)
-    assert (found.baseline, found.aggregate, found.correction) == ("leave_one_out", "seq_mean_token_mean", "none")
+    assert (found.advantage, found.aggregate, found.correction) == ("leave_one_out", "seq_mean_token_mean", "none")
     shown = yaml.safe_load(config.to_yaml(loaded.as_dict()))["algorithm"]
     assert (shown["ratio"], shown["clip_low"]) == ("sequence", 3e-4)
 
@@ -302,3 +302,15 @@ def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> N
         named = load(tmp_path, "model: {lora: null}", f"model.lora.targets={one}")
         assert named.model.lora == config.LoraConfig(targets=("q_proj",))
         assert load(tmp_path, config.to_yaml(named.as_dict())) == named
+
+
+def test_the_former_name_of_a_setting_is_answered_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'algorithm.clip'; it is 'algorithm.objective' now"):
+        load(tmp_path, "algorithm: {clip: ppo}\n")
+
+
+def test_a_run_of_before_is_gone_on_with_whose_config_has_former_names(tmp_path: Path) -> None:
+    now = load(tmp_path, "algorithm: {objective: cispo}\n")
+    before = now.as_dict()
+    before["algorithm"]["clip"] = before["algorithm"].pop("objective")
+    assert now.changes(before) == {}

@@ -52,7 +52,7 @@ by 0.5, with a random reward it falls."""
 
 
 class Copy:
-    """Generation server and weight hand-over in one, within this process."""
+    """Generation server and weight sync in one, within this process."""
 
     def __init__(self, trainer: Trainer, path: str) -> None:
         self.trainer = trainer

@@ -78,15 +78,15 @@ def test_a_plugin_s_column_is_measured_for_the_advantage_that_needs_it(
         "from hocket.config import Config\nfrom hocket.trainer.objective import Auxiliary, column\n"
     )
     code = head + shown(objective, '@column("entropies")')
-    names = ((objective.COLUMNS, "entropies"), (KINDS["baseline"], "curious"))
-    chosen = ("algorithm.baseline={name: curious, bonus: 0.5}", "algorithm.scale=none", "algorithm.correction=none")
+    names = ((objective.COLUMNS, "entropies"), (KINDS["advantage"], "curious"))
+    chosen = ("algorithm.advantage={name: curious, bonus: 0.5}", "algorithm.scale=none", "algorithm.correction=none")
     samples = make_groups(tied_model, prompt=9)
     with plugged(tmp_path, code, *names), make_trainer(ranks, tied_model, *chosen) as trainer:
         (columns,) = trainer.measure([samples[0].sequence])
         expected = [own["entropy"] for own in trainer.numbers(samples[:1])]
         assert columns.keys() == {"entropies"}
         assert columns["entropies"] == pytest.approx(expected[0], rel=1e-5)  # the same pass, in a row of another length
-        choice = choose("baseline", trainer._config.algorithm.baseline)
+        choice = choose("advantage", trainer._config.algorithm.advantage)
         assert choice(rewards_t=torch.tensor([0.0, 1.0]), entropies_t=torch.tensor([0.5, 2.0])).tolist() == [1.25, 2.0]
 
 

@@ -84,7 +84,7 @@ def test_numbers_that_came_with_a_sample_and_gradients_are_told_apart(
         trainer.policy.model.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
         assert math.isfinite(trainer.step(SAMPLES, keep=tmp_path / "b.json")["train/loss"])
     faults = [json.loads((tmp_path / f"{name}.json").read_text())["not_finite"] for name in "abcd"]
-    extreme_rewards = "advantages of step 1/0/10. Look for extreme rewards, and at what algorithm.baseline makes of"
+    extreme_rewards = "advantages of step 1/0/10. Look for extreme rewards, and at what algorithm.advantage makes of"
     assert faults[0].startswith(extreme_rewards)
     assert faults[2].startswith(extreme_rewards)
     assert faults[3].startswith("rollout_logprobs of step 1/0/10. The server should not have sent such log-probs")

@@ -63,7 +63,7 @@ def by_hand(path: str, samples: list[TrainSample], algorithm: dict[str, Any]) ->
             if algorithm.get("ratio") == "sequence":
                 ratio = (now - now.detach() + (now - old).mean().detach()).exp()
             clipped = ratio.clamp(1 - algorithm["clip_low"], 1 + algorithm["clip_high"])
-            if algorithm.get("clip") == "cispo":
+            if algorithm.get("objective") == "cispo":
                 objective = clipped.detach() * advantage * now
             else:
                 objective = torch.minimum(ratio * advantage, clipped * advantage)
@@ -82,7 +82,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "corrected": worker.CORRECTED,
     "on the engine's log-probs": {"correction": "none", "clip_low": 0.2, "clip_high": 0.2},
     "sequence ratio": {"correction": "truncate", "ratio": "sequence", "clip_low": 0.02, "clip_high": 0.02},
-    "cispo": {"correction": "none", "clip": "cispo", "clip_low": 1.0, "clip_high": 0.5},
+    "cispo": {"correction": "none", "objective": "cispo", "clip_low": 1.0, "clip_high": 0.5},
     "kl in the loss": {"correction": "truncate", "clip_low": 0.2, "clip_high": 0.28, "kl": "k2", "kl_coef": 0.5},
 }
 

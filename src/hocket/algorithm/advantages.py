@@ -19,7 +19,7 @@ def group_advantages(
     rewards: Sequence[float],
     group_ids: Sequence[int],
     *,
-    baseline: Chosen,
+    advantage: Chosen,
     scale: Scale,
     parts: Sequence[Mapping[str, float]] = ({},),
 ) -> Tensor:
@@ -28,8 +28,8 @@ def group_advantages(
     Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2510.13786), "none" (2503.20783); with
     "tokens" samples.py divides. `parts`: the values of each reward function, and of its parts.
     """
-    choice = choose("baseline", baseline)
-    setting = f"baseline={baseline}"
+    choice = choose("advantage", advantage)
+    setting = f"advantage={advantage}"
     rewards_n = torch.tensor(rewards, dtype=torch.float64)  # float32 loses small differences of large rewards
     ids_n = torch.tensor(group_ids)
     if choice.per == "group":

@@ -49,11 +49,11 @@ class Choice:
 
 
 KINDS = {  # by setting
-    "baseline": Registry[Choice]("advantage"),
+    "advantage": Registry[Choice]("advantage"),
     "credit": Registry[Choice](
         "credit", **dict.fromkeys(("episode", "turn", "step_groups"), "hocket.algorithm.credit")
     ),
-    "clip": Registry[Choice]("objective"),
+    "objective": Registry[Choice]("objective"),
     "aggregate": Registry[Choice]("aggregate"),
     "kl": Registry[Choice]("kl"),
     "correction": Registry[Choice]("correction"),
@@ -76,22 +76,22 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
 
 def check(algorithm: AlgorithmConfig, group_size: int) -> None:
     """Raise ConfigError where functions do not exist or do not fit together; plugins must be loaded."""
-    for kind in ("clip", "aggregate", "correction", "credit"):
+    for kind in ("objective", "aggregate", "correction", "credit"):
         choose(kind, getattr(algorithm, kind))
-    baseline = choose("baseline", algorithm.baseline)
-    compares = baseline.compares
-    if algorithm.by_turn and (baseline.per == "batch" or (not compares and algorithm.credit != "turn")):
+    advantage = choose("advantage", algorithm.advantage)
+    compares = advantage.compares
+    if algorithm.by_turn and (advantage.per == "batch" or (not compares and algorithm.credit != "turn")):
         raise ConfigError(
-            f"algorithm.credit={algorithm.credit} compares turns of a group, algorithm.baseline={algorithm.baseline} "
+            f"algorithm.credit={algorithm.credit} compares turns of a group, algorithm.advantage={algorithm.advantage} "
             "does not: set another, or leave credit out"
         )
     if not compares and algorithm.scale in ("group", "batch"):
         raise ConfigError(
-            f"algorithm.baseline={algorithm.baseline} compares no rollouts: set algorithm.scale to tokens or none"
+            f"algorithm.advantage={algorithm.advantage} compares no rollouts: set algorithm.scale to tokens or none"
         )
     if compares and group_size == 1:
         raise ConfigError(
-            f"rollout.group_size=1 leaves algorithm.baseline={algorithm.baseline} nothing to compare with: set 2 or "
+            f"rollout.group_size=1 leaves algorithm.advantage={algorithm.advantage} nothing to compare with: set 2 or "
             f"more"
         )
     if algorithm.preset == "distill" and algorithm.reference is None:
@@ -119,7 +119,7 @@ def _register(kind: str, offered: Sequence[str], name: str, declared: Mapping[st
 def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Decorate an advantage: rewards → advantages, float64; per token also → (advantages, returns for a critic)."""
     offered = ("rewards_g", "rewards_n", "group_n", "parts_n", "rewards_t", *(f"{column}_t" for column in needs))
-    return _register("baseline", offered, name, {"per": per, "needs": needs})
+    return _register("advantage", offered, name, {"per": per, "needs": needs})
 
 
 def credit(name: str) -> Callable[[F], F]:
@@ -135,7 +135,7 @@ def objective(name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "no
     """
     policy = ("ratio_bt", "logprobs_bt", "entropy_bt")
     offered = (*policy, "advantages_bt", "rollout_logprobs_bt", "mask_bt", "sample_bt", "low", "high")
-    return _register("clip", offered, name, {"clips": clips})
+    return _register("objective", offered, name, {"clips": clips})
 
 
 def aggregate(name: str) -> Callable[[F], F]:

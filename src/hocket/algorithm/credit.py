@@ -18,7 +18,7 @@ from hocket.config.sections import Chosen
 from hocket.types import Rollout, TurnReward
 
 Compare = Callable[[Sequence[float], Sequence[int]], Tensor]
-"""(values, number of the group of each) → their advantages (algorithm.baseline, algorithm.scale)."""
+"""(values, number of the group of each) → their advantages (algorithm.advantage, algorithm.scale)."""
 Turns = Sequence[Sequence[TurnReward]]
 """Of an episode, by sequence."""
 

@@ -64,7 +64,7 @@ def policy_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: LossBatch, confi
     if "ref_logprobs" in batch.columns:
         known["log_ratio"] = masked_log_ratio(logprobs_bt, batch.columns["ref_logprobs"], mask_bt)
     weight_bt = choose("correction", config.correction)(**known)
-    objective_bt = choose("clip", config.clip)(**known, low=1 - config.clip_low, high=1 + config.clip_high)
+    objective_bt = choose("objective", config.objective)(**known, low=1 - config.clip_low, high=1 + config.clip_high)
     terms_bt = -weight_bt * objective_bt
     if config.kl != "off" and config.kl_in == "loss":
         terms_bt = terms_bt + config.kl_coef * choose("kl", config.kl)(**known)
@@ -102,7 +102,7 @@ def policy_metrics(
     importance_bt = log_importance_bt.exp()
     above_bt = ratio_bt > 1 + config.clip_high
     below_bt = ratio_bt < 1 - config.clip_low
-    clips = choose("clip", config.clip).clips
+    clips = choose("objective", config.objective).clips
     if clips == "pessimistic":  # elsewhere the minimum is the unclipped term
         above_bt &= known["advantages_bt"] > 0
         below_bt &= known["advantages_bt"] < 0

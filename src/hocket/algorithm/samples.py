@@ -86,7 +86,7 @@ def _turns_differ(scored: Sequence[Rewarded], algorithm: AlgorithmConfig) -> boo
     """Check whether a turn has an advantage although the rewards of the episodes are equal."""
     if not (scored and _compares(algorithm)):
         return False
-    compare = functools.partial(group_advantages, baseline=algorithm.baseline, scale="none")
+    compare = functools.partial(group_advantages, advantage=algorithm.advantage, scale="none")
     episodes = [one.turns for one in scored]
     rewards = [rewarded.reward for rewarded in scored]
     by_episode = advantages(algorithm.credit, episodes, rewards, [0] * len(scored), compare)
@@ -121,7 +121,7 @@ def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 
 def _compares(algorithm: AlgorithmConfig) -> bool:
-    return choose("baseline", algorithm.baseline).compares
+    return choose("advantage", algorithm.advantage).compares
 
 
 def signal_metrics(groups: Sequence[Shaped], uses_pass_rates: bool = False) -> dict[str, float]:
@@ -183,7 +183,7 @@ def train_samples(
     if _compares(algorithm):
         compare = functools.partial(
             group_advantages,
-            baseline=algorithm.baseline,
+            advantage=algorithm.advantage,
             scale=algorithm.scale,
             parts=[one.parts for _, one in scored],
         )
@@ -239,7 +239,7 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
 
 def _by_token(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
     """Return an advantage per sampled token of a rollout; add a critic's target as the column "returns"."""
-    choice = choose("baseline", algorithm.baseline)
+    choice = choose("advantage", algorithm.advantage)
     advantages = []
     for row in rows:
         rewards_n = -kl_coef * row.kl_n
@@ -257,7 +257,7 @@ def _by_turn(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl
 
     The reward of a turn that is not trained counts for the trained one before it.
     """
-    choice = choose("baseline", algorithm.baseline)
+    choice = choose("advantage", algorithm.advantage)
     sizes = torch.tensor([turn.tokens for row in rows for turn in row.turns])
     firsts = sizes.cumsum(0) - sizes
     numbers = torch.tensor([turn.number for row in rows for turn in row.turns])
@@ -289,7 +289,7 @@ def _of_steps(algorithm: AlgorithmConfig, returned: Any, *given: Tensor) -> list
     for values_k in returned if isinstance(returned, tuple) else (returned,):
         is_one = isinstance(values_k, Tensor) and values_k.dim() == 0
         values_k = values_k.expand_as(given[0]) if is_one else values_k
-        result.append(checked(f"baseline={algorithm.baseline}", values_k, *given))
+        result.append(checked(f"advantage={algorithm.advantage}", values_k, *given))
     return result
 
 

@@ -1,6 +1,7 @@
 """Load a run's configuration: one YAML file and overrides, checked once, then frozen.
 
-A field's description is its documentation. Without torch and an engine a mistake is reported within a second.
+The text under a field is its documentation. Importing this needs neither torch nor an engine, so
+that a mistake in a config is reported within a second.
 """
 
 from hocket.config.algorithm import *  # noqa: F403

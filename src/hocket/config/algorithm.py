@@ -1,4 +1,7 @@
-"""The algorithm's knobs, and the published rows over them. Formulas: docs/algorithms.md."""
+"""The settings of the algorithm, and the published algorithms as presets over them.
+
+The formulas are in docs/algorithms.md.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,11 +14,11 @@ from hocket.config.sections import Chosen, Range, Section, UserPath, markdown_ta
 
 
 class AdaptiveKl(Section):
-    """A KL in the rewards, by an adapted coefficient (algorithm/samples.py)."""
+    """Subtract the KL from the rewards, with a coefficient that adapts (algorithm/samples.py)."""
 
     name: Literal["reward"]
-    target: float = Field(gt=0)  # KL per token
-    horizon: int = Field(10_000, ge=1)  # rollouts in which the coefficient changes by 20 % at most
+    target: float = Field(gt=0)  # the KL per token that the coefficient aims at
+    horizon: int = Field(10_000, ge=1)  # rollouts over which the coefficient moves by at most 20 %
 
 
 Scale = Literal["group", "batch", "tokens", "none"]
@@ -38,18 +41,28 @@ PresetName = Literal[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preset:
-    source: str  # number on arXiv, or a project
+    """A published algorithm, as the settings in which it differs from the defaults."""
+
+    source: str  # number on arXiv, or the name of a project
     remark: str
-    knobs: Mapping[str, Any]  # that differ from the defaults
+    knobs: Mapping[str, Any]  # setting -> value
 
 
 def _row(source: str, remark: str = "", **changes: Any) -> Preset:
-    return Preset(source, remark, {"clip_high": 0.2, "correction": "none", **changes})
+    # Published algorithms clip alike on both sides and have no correction for the engine.
+    published = {"clip_high": 0.2, "correction": "none"}
+    return Preset(source, remark, published | changes)
 
 
-NO_PRESET = Preset("", "with a correction and one update every ratio is 1 and its clip has no effect", {})
+NO_PRESET = Preset(
+    "", "with a correction and one update every ratio is 1 and its clip has no effect", {}
+)
 PRESETS: Mapping[str, Preset] = {
-    "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
+    "grpo": _row(
+        "2402.03300",
+        "without the paper's KL term: add kl=k2 kl_coef=0.04",
+        aggregate="seq_mean_token_mean",
+    ),
     "dapo": _row(
         "2503.14476",
         "overlong_share, oversampling",
@@ -61,27 +74,46 @@ PRESETS: Mapping[str, Preset] = {
     "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
     "bnpo": _row("TRL", "with a global token count"),
     "gspo": _row(
-        "2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean", minibatches=4
+        "2507.18071",
+        ratio="sequence",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregate="seq_mean_token_mean",
+        minibatches=4,
     ),
-    "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0, minibatches=16),
+    "cispo": _row(
+        "2506.13585",
+        "ratio capped at 5",
+        objective="cispo",
+        clip_low=1.0,
+        clip_high=4.0,
+        minibatches=16,
+    ),
     "rloo": _row(
-        "2402.14740", "the paper has clip=none aggregate=seq_mean_token_sum", baseline="leave_one_out", scale="none"
+        "2402.14740",
+        "the paper has objective=none aggregate=seq_mean_token_sum",
+        advantage="leave_one_out",
+        scale="none",
     ),
-    "reinforce_pp": _row("2501.03262", baseline="none", scale="tokens", kl="k1", kl_in="reward", kl_coef=0.01),
-    "reinforce_pp_baseline": _row("2501.03262", "without the paper's KL term: add kl=k2 and a kl_coef", scale="tokens"),
+    "reinforce_pp": _row(
+        "2501.03262", advantage="none", scale="tokens", kl="k1", kl_in="reward", kl_coef=0.01
+    ),
+    "reinforce_pp_baseline": _row(
+        "2501.03262", "without the paper's KL term: add kl=k2 and a kl_coef", scale="tokens"
+    ),
     "ppo": _row(
         "1707.06347",
         "with a critic and generalised advantages, 1506.02438; epochs of 1909.08593",
-        baseline="critic",
+        advantage="critic",
         scale="tokens",
         epochs=4,
     ),
     "distill": _row(
         "2306.13649",
         "reference: the teacher; the reverse KL of sampled tokens alone, with rewards of weight 0",
-        baseline={"name": "none", "discount": 0.0},
+        advantage={"name": "none", "discount": 0.0},
         scale="none",
-        clip="none",
+        objective="none",
         kl="k1",
         kl_in="reward",
         kl_coef=1.0,
@@ -92,16 +124,16 @@ PRESETS: Mapping[str, Preset] = {
 class AdvantageConfig(Section):
     preset: PresetName | None = None
     """Published algorithm (algorithms.md); replaces defaults."""
-    baseline: Chosen = "mean"
-    """Advantage. Of the group: `mean`, `leave_one_out`; per token: `none`, option discount; `critic`, options discount
-    and gae_lambda; or your own."""
+    advantage: Chosen = "mean"
+    """Advantage. Of the group: `mean`, `leave_one_out`; per token: `none`, option discount;
+    `critic`, options discount and gae_lambda; or your own."""
     credit: Chosen = "episode"
-    """What a turn is trained by: `episode`, the episode's reward; `turn`, rewards from it on, beside the group's,
-    option discount; `step_groups`, also returns beside those of equal states, options discount, weight; or your
-    own."""
+    """What a turn is trained by: `episode`, the episode's reward; `turn`, rewards from it on,
+    beside the group's, option discount; `step_groups`, also returns beside those of equal states,
+    options discount, weight; or your own."""
     scale: Scale = "group"
-    """Divisor: deviation in the `group` or `batch`, or `none`; `tokens`: minus the mean, divided by the deviation, of
-    all trained tokens."""
+    """Divisor: deviation in the `group` or `batch`, or `none`; `tokens`: minus the mean, divided by
+    the deviation, of all trained tokens."""
     overlong_share: float = Field(0.0, ge=0, le=1)
     """Last share of max_tokens, punished by 0 to -1."""
     oversampling: float = Field(1.0, ge=1)
@@ -117,29 +149,32 @@ class AdvantageConfig(Section):
     reward_range: Range | None = None
     """Groups are trained whose mean reward lies between, bounds left out."""
     reference: UserPath | None = None
-    """Reference of the KL: folder, hub name, or URL of a server that scores. Default: model.path, no adapter."""
+    """Reference of the KL: folder, hub name, or URL of a server that scores. Default: model.path,
+    no adapter."""
 
 
 class LossKnobs(Section):
     ratio: Ratio = "token"
     """Probability ratio per `token`, or its geometric mean per `sequence`."""
-    clip: Chosen = "ppo"
-    """`ppo`: min(clipped, unclipped), option dual_clip: the largest ratio where the advantage is negative; `cispo`:
-    clipped as fixed weight; `none`; or your own objective."""
+    objective: Chosen = "ppo"
+    """`ppo`: min(clipped, unclipped), option dual_clip: the largest ratio where the advantage is
+    negative; `cispo`: clipped as fixed weight; `none`; or your own objective."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip range, 1 - clip_low."""
     clip_high: float = Field(0.28, gt=0)
     """Upper clip range, 1 + clip_high."""
     aggregate: Chosen = "token_mean"
-    """Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of their token mean or
-    token sum; `constant`: that sum divided by rollout.max_tokens."""
+    """Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of
+    their token mean or token sum; `constant`: that sum divided by rollout.max_tokens."""
     correction: Chosen = "truncate"
-    """Importance weight between engine and trainer, option bounds: `truncate` clips it to [0, 2]; `mask` sets it to 0
-    outside [0.5, 5]; `sequence_mask` does so by its geometric mean, [0.99, 1.01], at most 2 per token; `none`."""
+    """Importance weight between engine and trainer, option bounds: `truncate` clips it to [0, 2];
+    `mask` sets it to 0 outside [0.5, 5]; `sequence_mask` does so by its geometric mean, [0.99,
+    1.01], at most 2 per token; `none`."""
     kl: Chosen = "off"
     """KL penalty, x = log(policy/reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x."""
     kl_in: KlIn = "loss"
-    """Place of the penalty: `loss` or `reward`; {name: reward, target: KL per token} adapts kl_coef."""
+    """Place of the penalty: `loss` or `reward`; {name: reward, target: KL per token} adapts
+    kl_coef."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the penalty, or its start."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -150,17 +185,22 @@ class LossKnobs(Section):
     def _fill(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        row = PRESETS.get(str(values.get("preset")), NO_PRESET).knobs
-        if values.get("kl") == "off":
-            row = {key: value for key, value in row.items() if not key.startswith("kl_")}
-        return {**row, **values}
+        knobs = dict(PRESETS.get(str(values.get("preset")), NO_PRESET).knobs)
+        if values.get("kl") == "off":  # then a preset's kl_in and kl_coef would have no effect
+            knobs.pop("kl_in", None)
+            knobs.pop("kl_coef", None)
+        return knobs | dict(values)
 
 
 class LossConfig(LossKnobs):
-    constant_length: int | None = Field(None, ge=1)  # by which aggregate=constant divides
+    """The part of the settings that losses.py reads."""
+
+    constant_length: int | None = Field(None, ge=1)  # divisor of aggregate=constant, in tokens
 
 
 class AlgorithmConfig(LossKnobs, AdvantageConfig):
+    """Section algorithm: from rewards to the loss."""
+
     @property
     def updates(self) -> int:
         """Most optimiser steps per step of the run."""
@@ -168,25 +208,32 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
 
     @property
     def by_turn(self) -> bool:
+        """Whether turns of an episode may have different advantages."""
         return self.credit != "episode"
 
     def loss(self, max_tokens: int) -> LossConfig:
-        return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
+        """Return the settings of the loss; max_tokens is a completion's longest length."""
+        knobs = self.model_dump(include=set(LossKnobs.model_fields))
+        return LossConfig(**knobs, constant_length=max_tokens)
 
     def refuse(self) -> None:
         corrects = self.correction != "none"
         in_reward = self.kl_in != "loss"
         if self.ratio == "sequence" and corrects and self.updates == 1:
             raise ValueError(
-                "with a correction and one update every ratio is 1: set correction=none, or several updates (epochs, "
-                "minibatches)"
+                "with a correction and one update every ratio is 1: set correction=none, or "
+                "several updates (epochs, minibatches)"
             )
         if self.stop_kl is not None and self.updates == 1:
             raise ValueError("stop_kl has no effect with epochs=1 and minibatches=1")
         if self.stop_kl is not None and not corrects:
-            raise ValueError("stop_kl needs a correction: without one the ratio is to the engine's log-probs")
+            raise ValueError(
+                "stop_kl needs a correction: without one the ratio is to the engine's log-probs"
+            )
         if self.kl == "off" and (in_reward or self.kl_coef or self.reference):
-            raise ValueError("kl=off: kl_in, kl_coef, reference have no effect; set kl or leave them out")
+            raise ValueError(
+                "kl=off: kl_in, kl_coef, reference have no effect; set kl or leave them out"
+            )
         if self.kl != "off" and self.kl_coef == 0:
             raise ValueError(f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off")
         if in_reward and self.scale == "group":
@@ -194,6 +241,8 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
 
 
 class CriticConfig(Section):
+    """Section critic: the model that predicts returns (trainer/critic.py)."""
+
     path: UserPath | None = None
     """Model of the critic's layers. Default: model.path."""
     learning_rate: float = Field(1e-5, gt=0)
@@ -205,17 +254,30 @@ class CriticConfig(Section):
 
 
 def preset_table() -> str:
-    columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl", "updates")
+    """Print all presets as Markdown (docs/algorithms.md)."""
+    columns = (
+        "advantage",
+        "scale",
+        "ratio",
+        "objective",
+        "range",
+        "aggregate",
+        "correction",
+        "kl",
+        "updates",
+    )
     defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
     rows = []
-    for name, preset in (("(none)", NO_PRESET), *((f"`{name}`", row) for name, row in PRESETS.items())):
-        knobs = {**defaults, **preset.knobs}
+    presets = {"(none)": NO_PRESET} | {f"`{name}`": preset for name, preset in PRESETS.items()}
+    for name, preset in presets.items():
+        knobs = defaults | dict(preset.knobs)
         knobs["updates"] = f"{knobs['epochs']} x {knobs['minibatches']}"
         knobs["range"] = f"-{knobs['clip_low']:g} / +{knobs['clip_high']:g}"
         if knobs["kl"] != "off":
             knobs["kl"] = f"{knobs['kl']} in {knobs['kl_in']}, {knobs['kl_coef']:g}"
-        is_paper = preset.source[:1].isdigit()
-        source = f"[{preset.source}](https://arxiv.org/abs/{preset.source})" if is_paper else preset.source
-        cells = (str(knobs[column]).replace("'", "") for column in columns)
+        source = preset.source
+        if source[:1].isdigit():
+            source = f"[{source}](https://arxiv.org/abs/{source})"
+        cells = [str(knobs[column]).replace("'", "") for column in columns]
         rows.append((name, *cells, preset.remark, source))
     return markdown_table(("preset", *columns, "besides", "source"), rows)

@@ -1,4 +1,4 @@
-"""The sections of where both processes run, and how they work together."""
+"""The sections that say where both processes run, and how they work together."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -14,11 +14,21 @@ from hocket.types import InFlight
 
 
 def web_url(url: str) -> str:
-    """Return a URL, with loopback for a host of 0.0.0.0 or ::. Raise ValueError for what is none, or holds a secret."""
+    """Check a URL, and replace a host of 0.0.0.0 or ::, which is none, by loopback.
+
+    Raises ValueError for what is no URL, or has a secret in it.
+
+    >>> web_url("http://0.0.0.0:8000/x")
+    'http://127.0.0.1:8000/x'
+    """
     parts = urlsplit(url)
-    _ = parts.port  # ValueError where it is no number
-    if parts.username is not None or any(map(SECRET_NAME.search, dict(parse_qsl(parts.query)))):
-        raise ValueError("must hold no user, password or key, as files keep it: use key_env, or server.token")
+    _ = parts.port  # raises ValueError where it is no number
+    parameters = dict(parse_qsl(parts.query))
+    has_secret = any(SECRET_NAME.search(name) for name in parameters)
+    if parts.username is not None or has_secret:
+        raise ValueError(
+            "must hold no user, password or key, as files keep it: use key_env, or server.token"
+        )
     if not re.fullmatch(r"https?://\S+", url) or not parts.hostname:
         raise ValueError(f"must begin with http:// or https:// and a host, got {url!r:.200}")
     if is_any(parts.hostname):
@@ -27,12 +37,23 @@ def web_url(url: str) -> str:
     return url
 
 
+def _without_slash(url: str) -> str:
+    return url.rstrip("/")
+
+
+def _without_repetition(urls: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(urls))
+
+
 WebUrl = Annotated[str, pydantic.AfterValidator(web_url)]
-Url = Annotated[WebUrl, pydantic.AfterValidator(lambda url: url.rstrip("/"))]  # what paths are added to
-Urls = Annotated[tuple[Url, ...], or_one, pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))]
+# The URL of a server, to which paths are appended.
+Url = Annotated[WebUrl, pydantic.AfterValidator(_without_slash)]
+Urls = Annotated[tuple[Url, ...], or_one, pydantic.AfterValidator(_without_repetition)]
 
 
 class PipelineConfig(Section):
+    """Section pipeline: rollouts while the trainer works, or from an earlier run."""
+
     max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = "auto"
     """Batches ahead; 0 is on-policy. `auto`: 1 with GPUs apart, else 0."""
     replay: UserPath | None = None
@@ -40,9 +61,11 @@ class PipelineConfig(Section):
 
 
 class SyncConfig(Section):
+    """Section sync: how new weights reach the servers, and how that is checked."""
+
     backend: Chosen = "auto"
-    """How new weights go to the servers. `auto`: nccl with GPUs apart, else disk; `delta`: by disk what has changed,
-    with copies in RAM and $TMPDIR, option full_every (versions); or your own."""
+    """How new weights go to the servers. `auto`: nccl with GPUs apart, else disk; `delta`: by disk
+    what has changed, with copies in RAM and $TMPDIR, option full_every (versions); or your own."""
     root: UserPath | None = None
     """Folder above run.dir, equal on both sides. Default: its parent."""
     timeout_s: float = Field(300.0, gt=0)
@@ -64,7 +87,7 @@ class SyncConfig(Section):
 
     @property
     def transport(self) -> str:
-        """Name of the transport."""
+        """Name of the transport, without its options."""
         return self.backend if isinstance(self.backend, str) else str(self.backend["name"])
 
     @property
@@ -74,11 +97,16 @@ class SyncConfig(Section):
 
     @property
     def collective_timeout_s(self) -> float:
-        """Seconds that a rank waits: through a hand-over, its repetition, a comparison, log-probs."""
+        """Seconds that a rank waits in a collective operation.
+
+        It lasts through a weight sync, its repetition, a comparison, and log-probs.
+        """
         return self.timeout_s * 6
 
 
 class ServerConfig(Section):
+    """Section server: the generation servers, for both sides."""
+
     host: str = "127.0.0.1"
     """Address of the server; any but loopback needs a token."""
     port: int = Field(8000, ge=1, le=65535)
@@ -100,7 +128,8 @@ class ServerConfig(Section):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of GPU memory; with launch.share_gpu leave 2 GiB."""
     kv_cache_mib: int | None = Field(None, ge=16)
-    """KV cache in MiB. Default: what a GPU's share allows; on a CPU 256, or what the longest sequence takes."""
+    """KV cache in MiB. Default: what a GPU's share allows; on a CPU 256, or what the longest
+    sequence takes."""
     engine: dict[str, Any] = Field({})
     """Other arguments of vLLM: {enforce_eager: true, max_num_seqs: 256}."""
 
@@ -111,13 +140,17 @@ class ServerConfig(Section):
             raise ValueError("discover and urls both name the servers: leave one out")
         name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", self.discover)
         is_file = "/" in self.discover and "://" not in self.discover
-        if not is_file and (name is None or int(name[1]) >= 1 << 16):
+        is_name = name is not None and int(name[1]) < 1 << 16
+        if not (is_file or is_name):
             raise ValueError(
-                f"discover={self.discover} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls"
+                f"discover={self.discover} is neither NAME:PORT nor a file with a slash in its "
+                "path; a URL goes to urls"
             )
 
 
 class LaunchConfig(Section):
+    """Section launch: which processes `launch` and `quickstart` start here."""
+
     servers: int | None = Field(None, ge=1)
     """Servers. Default: half of the GPUs, or what `trainers` leaves."""
     trainers: int | None = Field(None, ge=1)

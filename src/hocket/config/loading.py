@@ -1,7 +1,9 @@
-"""Load a Config from YAML and overrides, write it back, and print the table of keys."""
+"""Load a Config from YAML and overrides, write it back, and print the table of settings.
+
+YAML is read as version 1.2 says, in which `off` is text and `1e-6` is a number. PyYAML reads 1.1.
+"""
 
 import difflib
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,57 +17,93 @@ from pydantic.fields import FieldInfo
 from hocket.common.files import kind_of
 from hocket.common.registry import Registry, explain
 from hocket.config.sections import Section, UserPath, leaves, markdown_table, put
-from hocket.config.whole import Config
+from hocket.config.whole import RENAMED, Config
 from hocket.errors import ConfigError
 
-UNION = re.compile(r"constrained-int|bool|[a-z-]+\[.*\]", re.DOTALL)  # pydantic's words for a kind, behind a key
-SURE = 0.9  # similarity of a key to the one that was meant
-PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 is text, off is false, and 010 is 8
+# Pydantic puts the member of a union that it tried behind the key: "trainer.steps.constrained-int".
+UNION_MEMBER = re.compile(r"constrained-int|bool|[a-z-]+\[.*\]", re.DOTALL)
+# Similarity, by difflib, from which a known key is offered for one that is unknown.
+SURE = 0.9
+# Text without quotes that YAML 1.2 takes for something else than a string. In YAML 1.1, which is
+# PyYAML's, 1e-6 is text, off is false, and 010 is 8.
+PLAIN = {
     "null": "~|null|Null|NULL|",
     "bool": "true|True|TRUE|false|False|FALSE",
     "int": "[-+]?(0|[1-9][0-9]*)",
-    "float": r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "float": (
+        r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
     "merge": "<<",
 }
 
-OTHER_NAMES: Registry[Mapping[str, str]] = Registry("table of names", elsewhere="hocket.extras.elsewhere")
-"""Tables: setting of hocket → what others call it, names with spaces between; of a dotted key, its last words."""
+OTHER_NAMES: Registry[Mapping[str, str]] = Registry(
+    "table of names", elsewhere="hocket.extras.elsewhere"
+)
+"""Tables of setting of hocket -> its names in other programs, separated by spaces.
+
+A dotted name is given by its last words: "optim.lr" matches actor.optim.lr.
+"""
 other_names = OTHER_NAMES.register
 
 
 class _Loader(yaml.SafeLoader):
-    """Read YAML 1.2; a key that stands twice is an error."""
+    """Read YAML 1.2, and refuse a key that stands twice in one mapping."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         names = [str(key.value) for key, _ in node.value]
-        if len({*names}) < len(names):
-            problem = f"the key {max(names, key=names.count)!r} stands here twice: join the two"
+        if len(set(names)) < len(names):
+            twice = max(names, key=names.count)
+            problem = f"the key {twice!r} stands here twice: join the two"
             raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
         return node
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quote text that is none in YAML 1.1 or 1.2."""
+    """Quote text that YAML 1.1 or 1.2 would not read as text."""
 
 
+# Both begin without the rules of YAML 1.1. The dumper keeps its own and gets those of 1.2, too.
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern in PLAIN.items():
     for _side in (_Loader, _Dumper):
         _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), None)
 
 
-def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
-    """Read a YAML file, if any, set `section.key=value` or a mapping's values, and validate."""
-    given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(_read, overrides))
+def load(
+    path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> Config:
+    """Read a YAML file, if there is one, apply the overrides, and validate the result.
+
+    Args:
+        path: The file; None for the defaults.
+        overrides: Texts like "trainer.steps=10", or a mapping of such keys to values.
+
+    Raises:
+        ConfigError: The file can't be read, or a value is refused; one line per fault.
+
+    Example:
+        >>> load(overrides=["trainer.steps=10"]).trainer.steps
+        10
+    """
+    if isinstance(overrides, Mapping):
+        values_by_key = dict(overrides)
+    else:
+        values_by_key = dict(_read_override(override) for override in overrides)
+
     values = {} if path is None else _read_file(Path(path))
-    for key, value in given.items():
+    for key, value in values_by_key.items():
         put(values, key, value)
+
     try:
         return Config.model_validate(values)
     except pydantic.ValidationError as error:
-        wrong = itertools.chain.from_iterable(map(_explain, error.errors()))
-        raise ConfigError("\n".join(_source(key, path, given) + text for key, text in wrong)) from error
+        lines = []
+        for fault in error.errors():
+            for key, text in _explain(fault):
+                lines.append(_source(key, path, values_by_key) + text)
+        raise ConfigError("\n".join(lines)) from error
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -73,13 +111,16 @@ def _read_file(path: Path) -> dict[str, Any]:
         kind = kind_of(path) or "folder"
         raise ConfigError(f"{path} is a {kind}, not a config file; as a model: model.path={path}")
     try:
-        with path.open(encoding="utf-8") as file:  # YAML's errors name it
+        with path.open(encoding="utf-8") as file:  # YAML's errors name an open file
             values = yaml.load(file, _Loader)
     except yaml.YAMLError as error:
         advice = "indent by spaces; text with : { or # needs quotes"
         raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
     except (OSError, UnicodeDecodeError) as error:
-        advice = f"paths are relative to {Path.cwd()}, text is UTF-8, settings look like section.key=value"
+        advice = (
+            f"paths are relative to {Path.cwd()}, text is UTF-8, settings look like "
+            "section.key=value"
+        )
         raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
     if not isinstance(values, dict | None):
         raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
@@ -87,18 +128,27 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Return the config of a YAML file (or `default`) and overrides, and arguments for it."""
-    paths = [
-        item for item in settings if "=" not in item or (item.endswith((".yaml", ".yml")) and Path(item).is_file())
-    ]
-    overrides = [item for item in settings if item not in paths]
+    """Read a command's words: at most one YAML file (else `default`), and overrides.
+
+    Returns the config, and the words that give it again, for the command of another process.
+    """
+    paths = []
+    overrides = []
+    for setting in settings:
+        # A file may have = in its name, where it exists.
+        is_file = setting.endswith((".yaml", ".yml")) and Path(setting).is_file()
+        is_path = "=" not in setting or is_file
+        (paths if is_path else overrides).append(setting)
+
     if len(paths) > 1:
         for override in overrides:
-            _read(override)  # one that the shell has cut into pieces says so
+            _read_override(override)  # a value that the shell has cut into pieces is refused here
         advice = "settings look like section.key=value, and a value with blanks needs quotes"
         raise ConfigError(f"one config file at most, got {', '.join(paths)}; {advice}")
-    file = next(iter(paths), default)
-    return load(file, overrides), [*filter(None, [file]), *overrides]
+
+    file = paths[0] if paths else default
+    arguments = [file] if file else []
+    return load(file, overrides), arguments + overrides
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
@@ -107,51 +157,59 @@ def to_yaml(values: Mapping[str, Any]) -> str:
 
 
 def reference() -> str:
-    rows = (
-        (f"`{key}`", f"`{_default(field)}`", field.description.replace("\n", " "))
-        for key, field in _fields()
-        if field.description and not key.startswith(_AS_ELSEWHERE)
-    )
+    """Print all settings, with their defaults and meanings, as Markdown (docs/configuration.md)."""
+    rows = []
+    for key, field in _fields():
+        if field.description and not key.startswith(_AS_ELSEWHERE):
+            meaning = field.description.replace("\n", " ")
+            rows.append((f"`{key}`", f"`{_default(field)}`", meaning))
     settings = markdown_table(("key", "default", "what it does"), rows)
     return f"{settings}\n\n{names_table()}"
 
 
 _AS_ELSEWHERE = ("eval.data.", "rm.", "dpo.")
-"""Sections whose keys are those of data, or of sft."""
+"""Sections whose keys are those of data, or of sft, where the table has them."""
 
 
 def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with its field, also of sections that may be null."""
+    """Yield every key with its field, also those of sections that may be null."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
-        kind, *_ = _kinds(field)
+        kind = _kinds(field)[0]
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from _fields(kind, f"{key}.")
 
 
 def _kinds(field: FieldInfo) -> tuple[Any, ...]:
+    """Return the types that a field takes: the members of a union, or its one type."""
     return get_args(field.annotation) or (field.annotation,)
 
 
-_TEXTS = {key for key, field in _fields() if {*_kinds(field)} <= {str, UserPath, re.Pattern[str], type(None)}}
+_OF_TEXT = {str, UserPath, re.Pattern[str], type(None)}
+_TEXTS = {key for key, field in _fields() if set(_kinds(field)) <= _OF_TEXT}
 """Keys whose value is literal text: "runs/a #3", "2024_10", "0123"."""
-
 
 _MEANINGS = {key: field.description for key, field in _fields() if field.description}
 
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    value = {} if isinstance(value, Section) else pydantic_core.to_jsonable_python(value, exclude_none=True)
+    if isinstance(value, Section):
+        value = {}
+    else:
+        value = pydantic_core.to_jsonable_python(value, exclude_none=True)
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
-def _read(override: str) -> tuple[str, Any]:
-    found = re.fullmatch("([^=]+)=(.*)", override, re.DOTALL)
-    if found is None:
-        raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
-    key, text = found.groups()
+def _read_override(override: str) -> tuple[str, Any]:
+    """Split "section.key=value" into key and value, which is YAML unless the key takes text."""
+    match = re.fullmatch("([^=]+)=(.*)", override, re.DOTALL)
+    if match is None:
+        raise ConfigError(
+            f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10"
+        )
+    key, text = match.groups()
     if text != "null" and key in _TEXTS:
         return key, text
     try:
@@ -159,31 +217,40 @@ def _read(override: str) -> tuple[str, Any]:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", error)
         if text.count("[") + text.count("{") > text.count("]") + text.count("}"):
-            problem = f"{problem}; a bracket is left open: quote the whole setting, as a shell splits it at blanks"
+            advice = "quote the whole setting, as a shell splits it at blanks"
+            problem = f"{problem}; a bracket is left open: {advice}"
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
 
 
-def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
+def _source(key: str, path: str | Path | None, overridden: Iterable[str]) -> str:
+    """Name where a refused value stands, as the beginning of a line; "" without a file."""
     if path is None:
         return ""
-    typed = any(f"{key}.".startswith(f"{one}.") for one in given)
-    return "command line: " if typed else f"{path}: "
+    is_typed = any(f"{key}.".startswith(f"{name}.") for name in overridden)
+    return "command line: " if is_typed else f"{path}: "
 
 
-def _explain(item: Any) -> Iterator[tuple[str, str]]:
-    key = ".".join(word for word in map(str, item["loc"]) if not UNION.fullmatch(word))
-    if item["type"] == "extra_forbidden":
-        for name in leaves({key: item["input"]}):
+def _explain(fault: Any) -> Iterator[tuple[str, str]]:
+    """Yield key and line for each value that one of pydantic's errors is about."""
+    words = [str(word) for word in fault["loc"]]
+    key = ".".join(word for word in words if not UNION_MEMBER.fullmatch(word))
+    if fault["type"] == "extra_forbidden":
+        for name in leaves({key: fault["input"]}):
             yield name, f"unknown key {name!r}; {_hint(name)}"
-    else:
-        inside = ", ".join(one for one in _MEANINGS if one.startswith(f"{key}."))  # of a section
-        meaning = _MEANINGS.get(key) or inside or _MEANINGS.get(key.rpartition(".")[0])  # of the list or mapping
-        told = f"{explain(item)} ({meaning})" if meaning and item["type"] != "value_error" else explain(item)
-        yield key, ": ".join(filter(None, [key, told]))
+        return
+
+    # A section has no meaning of its own: its keys are listed. An item of a list or a mapping has
+    # that of the whole.
+    section_keys = ", ".join(name for name in _MEANINGS if name.startswith(f"{key}."))
+    meaning = _MEANINGS.get(key) or section_keys or _MEANINGS.get(key.rpartition(".")[0])
+    text = explain(fault)
+    if meaning and fault["type"] != "value_error":
+        text = f"{text} ({meaning})"
+    yield key, f"{key}: {text}" if key else text
 
 
 def as_setting(argument: str) -> str:
-    """Say how what was typed as an option, such as --num_generations or --trainer.steps=5, is set."""
+    """Say how an option that was typed, such as --num_generations or --trainer.steps=5, is set."""
     name, _, value = argument.lstrip("-").partition("=")
     key = name.replace("-", "_")
     if key in dict(_fields()):
@@ -192,28 +259,44 @@ def as_setting(argument: str) -> str:
 
 
 def _hint(key: str) -> str:
-    if here := name_here(key):
-        return f"here that is {here}"
-    known = [*dict(_fields())]
-    if key in known:
+    """Say what was probably meant by a key that is unknown."""
+    if key in RENAMED:
+        return f"it is {RENAMED[key]!r} now"
+    setting = name_here(key)
+    if setting:
+        return f"here that is {setting}"
+    known_keys = list(dict(_fields()))
+    if key in known_keys:
         return f"in a file, nest it: {key.replace('.', ': {')}: VALUE{'}' * key.count('.')}"
-    same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
-    close = difflib.get_close_matches(key, known, 1, SURE) or same
+    last_word = key.rpartition(".")[2]
+    elsewhere = [name for name in known_keys if name.rpartition(".")[2] == last_word]
+    close = difflib.get_close_matches(key, known_keys, 1, SURE) or elsewhere
     if close:
-        return f"did you mean {' or '.join(map(repr, close))}?"
+        return f"did you mean {' or '.join(repr(name) for name in close)}?"
     return "`python run.py config --reference` lists all"
 
 
 def name_here(key: str) -> str | None:
-    """Return the setting of hocket for a key that ends with another program's name; None for no such name."""
-    here = {name: setting for setting, names in _rows() for name in names.split()}
+    """Find the setting of hocket for a key that ends with another program's name for it.
+
+    Returns None where no other program has such a name.
+    """
+    settings = {}
+    for setting, names in _rows():
+        for name in names.split():
+            settings[name] = setting
+
+    # "actor.optim.lr" is looked up whole, then as "optim.lr", then as "lr".
     words = key.split(".")
-    ends = [".".join(words[i:]) for i in range(len(words))]
-    return next((here[end] for end in ends if end in here), None)
+    for i in range(len(words)):
+        end = ".".join(words[i:])
+        if end in settings:
+            return settings[end]
+    return None
 
 
 def names_table() -> str:
-    """Return the tables of names as one of Markdown."""
+    """Print the names in other programs as Markdown."""
     rows = ((setting, f"`{names.replace(' ', '`, `')}`") for setting, names in _rows())
     return markdown_table(("here", "in TRL, OpenRLHF or verl"), rows)
 

@@ -1,4 +1,8 @@
-"""The sections of the run itself, and what all sections share."""
+"""The sections of the run itself, and the types and helpers of all sections.
+
+A section is a frozen pydantic model. The text under a field is its documentation: `run.py config
+--reference` prints it, and docs/configuration.md is that table.
+"""
 
 import os
 import re
@@ -13,6 +17,7 @@ from hocket.errors import ConfigError
 
 
 def _path(text: str) -> str:
+    """Expand ~ in a path, and refuse a variable, which no shell would replace in a file."""
     if not text:
         raise ValueError("the path is empty: is a shell variable not set?")
     if re.search(r"\$\{?[A-Za-z_]", text):
@@ -21,39 +26,54 @@ def _path(text: str) -> str:
 
 
 def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Check that the first bound lies below the second. Raises ValueError."""
     if bounds[0] >= bounds[1]:
         raise ValueError("must be [lowest, highest], the first below the second")
     return bounds
 
 
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
-or_name = pydantic.BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
-or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str | dict) else value)
+
+
+def _as_named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str | dict) else value
+
+
+or_name = pydantic.BeforeValidator(_as_named)
+"""Lets a user write NAME for {name: NAME}."""
+or_one = pydantic.BeforeValidator(_as_tuple)
+"""Lets a user write X for [X]."""
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
 MAX_LORA_RANK = 512
 ChosenDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def _named(chosen: Any) -> str | dict[str, Any]:
+def _chosen(chosen: Any) -> str | dict[str, Any]:
     options = {"name": chosen} if isinstance(chosen, str) else chosen
     if not isinstance(options, dict) or not isinstance(options.get("name"), str):
         raise ValueError("must be a name, or {name: NAME, option: value}")
     return options if len(options) > 1 else str(options["name"])
 
 
-Chosen = Annotated[str | dict[str, Any], pydantic.PlainValidator(_named)]
-"""What a registry has, of hocket or of a plugin: NAME, or {name: NAME, its options}."""
+Chosen = Annotated[str | dict[str, Any], pydantic.PlainValidator(_chosen)]
+"""A choice from a registry, which plugins may add to: NAME, or {name: NAME, option: value}."""
 
 
 class Section(pydantic.BaseModel):
+    """A group of settings: frozen, without unknown keys, and checked by `refuse`."""
+
     model_config = pydantic.ConfigDict(
         extra="forbid",
         frozen=True,
         protected_namespaces=(),
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        coerce_numbers_to_str=True,  # an answer column named 2024
+        coerce_numbers_to_str=True,  # a column may be named 2024
     )
 
     def refuse(self) -> None:
@@ -66,7 +86,11 @@ class Section(pydantic.BaseModel):
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested mappings, which are copied: YAML's aliases share them."""
+    """Set a dotted key in nested mappings.
+
+    The inner mappings are copied first, as aliases of YAML share them. Raises ConfigError where a
+    parent is no mapping.
+    """
     *parents, leaf = key.split(".")
     for parent in parents:
         child = values.get(parent)
@@ -78,20 +102,29 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key → value of nested mappings."""
-    found: dict[str, Any] = {}
+    """Flatten nested mappings: dotted key -> value.
+
+    >>> leaves({"trainer": {"steps": 10, "betas": [0.9, 0.95]}})
+    {'trainer.steps': 10, 'trainer.betas': [0.9, 0.95]}
+    """
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= leaves(value, f"{prefix}{name}.")
+            flat |= leaves(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def markdown_table(header: tuple[str, ...], rows: Iterable[Iterable[object]]) -> str:
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, *rows)]
-    lines.insert(1, "|---" * len(header) + "|")
+    """Return a table as Markdown, without a newline at its end."""
+    lines = [_markdown_row(header), "|---" * len(header) + "|"]
+    lines += [_markdown_row(row) for row in rows]
     return "\n".join(lines)
+
+
+def _markdown_row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
 class RunConfig(Section):
@@ -118,19 +151,24 @@ class ModelConfig(Section):
     max_length: int | None = Field(None, ge=2)
     """Maximum tokens, with the prompt. Default: the model's."""
     random_init: bool = False
-    """Random weights, for sft; servers need saved ones. path needs only a config and a tokenizer."""
+    """Random weights, for sft; servers need saved ones. path needs only a config and a
+    tokenizer."""
     float32_head: bool = False
     """Logits in float32 on both sides, whatever the dtype."""
     lora: LoraConfig | None = None
     """LoRA ({} for defaults); needs 10x the learning rate."""
     freeze: Names = ()
-    """Parts of a model with eyes that are not trained: vision, projector, language."""
+    """Parts of a vision-language model that are not trained: vision, projector, language."""
 
     def refuse(self) -> None:
         if (self.lora is not None or self.freeze) and self.random_init:
-            raise ValueError("lora and freeze are for loaded weights; with random_init there are none")
+            raise ValueError(
+                "lora and freeze are for loaded weights; with random_init there are none"
+            )
         if self.lora is not None and self.freeze:
-            raise ValueError("lora freezes the whole model, and adapts its language part alone: leave out freeze")
+            raise ValueError(
+                "lora freezes the whole model, and adapts its language part alone: leave out freeze"
+            )
 
     @property
     def weights(self) -> Literal["model", "adapter"]:
@@ -141,9 +179,11 @@ class ModelConfig(Section):
         return self.lora is not None and self.lora.quantize is not None
 
     def beside(self, path: str | None) -> "ModelConfig":
-        """Return the config of the whole model at `path`, or that the run starts from."""
-        other = {} if path is None else {"path": path, "random_init": False}
-        return self.model_copy(update={"lora": None, **other})
+        """Make the section of a whole model: that at `path`, or the one the run starts from."""
+        changes: dict[str, Any] = {"lora": None}
+        if path is not None:
+            changes |= {"path": path, "random_init": False}
+        return self.model_copy(update=changes)
 
 
 class RolloutConfig(Section):
@@ -163,8 +203,8 @@ class RolloutConfig(Section):
     def refuse(self) -> None:
         if self.temperature < 0.01:
             raise ValueError(
-                f"temperature={self.temperature:g} would make all rollouts of a group alike: set 0.01 or more, such as "
-                "1; eval.temperature=0 evaluates greedily"
+                f"temperature={self.temperature:g} would make all rollouts of a group alike: set "
+                "0.01 or more, such as 1; eval.temperature=0 evaluates greedily"
             )
 
 
@@ -186,18 +226,21 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global gradient norm."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Maximum tokens per forward pass; rows on a CPU may end earlier. `auto`: 8192 there; what fits on a GPU."""
+    """Maximum tokens per forward pass; rows on a CPU may end earlier. `auto`: 8192 there; what fits
+    on a GPU."""
     share_prefixes: Annotated[bool | Chosen, Field(union_mode="left_to_right")] = True
-    """What sequences of a micro-batch begin with alike, such as a prompt, is computed once; or your own packer."""
+    """What sequences of a micro-batch begin with alike, such as a prompt, is computed once; or your
+    own packer."""
     sequence_parallel: int = Field(1, ge=1)
     """Ranks that compute a row together, each a part of its positions."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32."""
     gradient_checkpointing: Annotated[bool | Chosen, Field(union_mode="left_to_right")] = False
-    """Recomputed activations: less memory, more time. `long`: for very long rows, with what is kept on the CPU; or
-    your own."""
+    """Recomputed activations: less memory, more time. `long`: for very long rows, with what is kept
+    on the CPU; or your own."""
     kernels: Chosen = "eager"
-    """Kernels: `eager`, PyTorch's own; `compile`, of torch.compile; `liger`, a package's; or your own."""
+    """Kernels: `eager`, PyTorch's own; `compile`, of torch.compile; `liger`, a package's; or your
+    own."""
     offload_optimizer: bool = False
     """Optimizer and (ZeRO-3) gradients on the CPU."""
     deepspeed: dict[str, Any] = Field({})
@@ -217,12 +260,16 @@ class TrainerConfig(Section):
         if self.warmup_steps <= steps:
             return ""
         peak = self.learning_rate
+        reached = peak * steps / self.warmup_steps
         fact = f"trainer.warmup_steps={self.warmup_steps} outlasts the {steps} steps"
-        return f"{fact}: the learning rate ends at {peak * steps / self.warmup_steps:.3g}, not at {peak:g}; lower it"
+        return f"{fact}: the learning rate ends at {reached:.3g}, not at {peak:g}; lower it"
 
     def unmeasured(self) -> "TrainerConfig":
-        """Return the settings with micro_batch_tokens=auto as on CPUs, and in plans."""
-        return self.model_copy(update={"micro_batch_tokens": 8192}) if self.micro_batch_tokens == "auto" else self
+        """Replace micro_batch_tokens=auto by the number for CPUs and plans, where none is
+        measured."""
+        if self.micro_batch_tokens != "auto":
+            return self
+        return self.model_copy(update={"micro_batch_tokens": 8192})
 
 
 class StageConfig(Section):
@@ -247,8 +294,8 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     best: Annotated[BestConfig | None, or_name] = None
-    """Metric of the evaluation whose best weights and checkpoint are kept: eval/greedy; {name: eval/greedy, patience:
-    3} ends the run after three evaluations without a better one."""
+    """Metric of the evaluation whose best weights and checkpoint are kept: eval/greedy; {name:
+    eval/greedy, patience: 3} ends the run after three evaluations without a better one."""
     copy_to: UserPath | None = None
     """Another folder or mount for each complete checkpoint, in the background."""
     in_background: bool = Field(False, alias="async")
@@ -258,14 +305,16 @@ class CheckpointConfig(Section):
 
     def refuse(self) -> None:
         if self.copy_to is not None and os.path.isfile(self.copy_to):
-            raise ValueError(f"copy_to={self.copy_to} is a file: name a folder, which need not be there")
+            raise ValueError(
+                f"copy_to={self.copy_to} is a file: name a folder, which need not be there"
+            )
 
 
 class LoggerSpec(Section, extra="allow"):
     """Keys of every logger; others are its options."""
 
     name: str
-    rollouts: int = Field(32, ge=0)  # in a table
+    rollouts: int = Field(32, ge=0)  # number of rollouts in each table
     rollouts_every: int = Field(10, ge=1)  # steps between tables
 
 
@@ -281,7 +330,8 @@ class ObserveConfig(Section):
     trace: str | None = Field(None, pattern=r"^\d+(\.\.\d+)?$")
     """Steps of trace.json, first..last: what each process did when, for ui.perfetto.dev."""
     loggers: Annotated[tuple[Annotated[LoggerSpec, or_name], ...], or_one] = ()
-    """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options (observe.md)."""
+    """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options
+    (observe.md)."""
 
     def refuse(self) -> None:
         if self.trace and not self.traced:
@@ -289,5 +339,6 @@ class ObserveConfig(Section):
 
     @property
     def traced(self) -> range:
+        """The steps of `trace`, which is "4" or "3..5"; empty without it."""
         first, _, last = (self.trace or "1..0").partition("..")
         return range(int(first), int(last or first) + 1)

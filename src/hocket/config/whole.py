@@ -24,6 +24,10 @@ SETTING_READERS: Registry[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = Re
 setting_reader = SETTING_READERS.register
 
 
+RENAMED = {"algorithm.baseline": "algorithm.advantage", "algorithm.clip": "algorithm.objective"}
+"""Former name of a setting -> its name."""
+
+
 class Config(Section):
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig = sections.ModelConfig()
@@ -198,7 +202,7 @@ def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {"plugins": values.get("plugins", [])}
     for section in values.keys() - found.keys():
         found |= {f"{section}.{key}": value for key, value in values[section].items()}
-    return found
+    return {RENAMED.get(key, key): value for key, value in found.items()}
 
 
 # Contradictions between sections: one function for each feature that they concern.

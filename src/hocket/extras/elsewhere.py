@@ -46,7 +46,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "algorithm.entropy_coef": "entropy_coeff entropy_loss_coef",
     "algorithm.preset": "adv_estimator advantage_estimator advantage.estimator",
     "algorithm.preset or algorithm.aggregate": "loss_type loss_agg_mode loss",
-    "algorithm.baseline={name: critic, discount: 1, gae_lambda: 1}": "gamma lam lambd",
+    "algorithm.advantage={name: critic, discount: 1, gae_lambda: 1}": "gamma lam lambd",
     "algorithm.scale": "scale_rewards norm_adv_by_std_in_grpo no_std_norm no_advantage_std_norm",
     "algorithm.ratio": "importance_sampling_level",
     "algorithm.correction": "vllm_importance_sampling_correction vllm_importance_sampling_cap",

@@ -36,7 +36,7 @@ OWN_NAMES = {
 }
 """vLLM's names of what has a setting of its own."""
 OWNED = {"mm_processor_cache_gb", "pipeline_parallel_size", "weight_transfer_config", "worker_cls"}
-"""Further arguments that a hand-over counts on."""
+"""Further arguments that a weight sync counts on."""
 EYES: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
     # What vLLM makes of images it keeps in two processes, alike only where requests reach the engine in the order in

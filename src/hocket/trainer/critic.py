@@ -38,7 +38,7 @@ class ValueModel(ScalarModel):
 @column("values")
 def critic(config: Config) -> Auxiliary | None:
     """Train a critic, and measure its values, where the advantage needs them."""
-    if "values" not in choose("baseline", config.algorithm.baseline).needs:
+    if "values" not in choose("advantage", config.algorithm.advantage).needs:
         return None
     critic = config.critic
     model = config.model

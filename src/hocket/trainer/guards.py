@@ -22,8 +22,8 @@ MAX_KEPT = 8  # batches of skipped steps in a folder
 LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
 MADE = ("advantages", "returns")  # of rewards and other columns, which have the cause
 CAUSES = {
-    "advantages": "Look for extreme rewards, and at what algorithm.baseline makes of them",
-    "returns": "Look for extreme rewards, and at what algorithm.baseline makes of them",
+    "advantages": "Look for extreme rewards, and at what algorithm.advantage makes of them",
+    "returns": "Look for extreme rewards, and at what algorithm.advantage makes of them",
     "rollout_logprobs": "The server should not have sent such log-probs: look at its log",
 }
 _NO_ROOM = r"out of memory|allocate memory|ALLOC_FAILED|MemoryError"

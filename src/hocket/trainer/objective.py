@@ -90,7 +90,7 @@ Example: a plugin whose advantage grows with the policy's entropy before the ste
 
     @column("entropies")
     def entropies(config: Config) -> Auxiliary | None:
-        if "entropies" not in choose("baseline", config.algorithm.baseline).needs:
+        if "entropies" not in choose("advantage", config.algorithm.advantage).needs:
             return None
         return Auxiliary(column="entropies", load=lambda trainer: lambda batch: trainer.engine.forward(batch)[1])
 

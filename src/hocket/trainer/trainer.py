@@ -198,7 +198,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             temperature=self._objective.temperature,
             gradient_checkpointing=settings.gradient_checkpointing,
             kernels=settings.kernels,
-            entropy_gradient=algorithm.entropy_coef > 0 or "entropy_bt" in choose("clip", algorithm.clip).given,
+            entropy_gradient=algorithm.entropy_coef > 0
+            or "entropy_bt" in choose("objective", algorithm.objective).given,
             seed=settings.seed,
             loads=self.ranks.is_main or self.setup.stage < 3,
         )
