@@ -132,8 +132,8 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
 
     Returns the config, and the words that give it again, for the command of another process.
     """
-    paths = []
-    overrides = []
+    paths: list[str] = []
+    overrides: list[str] = []
     for setting in settings:
         # A file may have = in its name, where it exists.
         is_file = setting.endswith((".yaml", ".yml")) and Path(setting).is_file()
