@@ -1,22 +1,25 @@
 """The parts of a run. runs.py makes them in this order, each from those before it:
 
-| made by           | what                                         | from                                    |
-|-------------------|----------------------------------------------|-----------------------------------------|
-| `Parts.make`      | workers of rewards, tokenizer, sources       | the config                              |
-| `Parts.load`      | `Loaded`: prompts, and the stream of them    | the sources                             |
-| `own_server`      | a server, if the command starts one          | it takes its memory before the trainer  |
-| `Parts.trainer`   | the trainer                                  | `Loaded.needed`, which must fit into it |
-| `Servers.pool`    | the servers, none of them asked yet          | the config                              |
-| `Parts.publisher` | the way of the weights                       | trainer, pool                           |
-| checkpoints       | the last one restores what it has            | trainer, stream, publisher              |
-| `Parts.join`      | what joins the run beside the loop           | all above                               |
-| `Parts.plays`     | a player of episodes for each source         | pool, `Parts.longest_episode(trainer)`  |
-| `Run`             | the loop                                     | all above, with scorer, evaluation, ... |
+| made by           | what                                   | from                                |
+|-------------------|----------------------------------------|-------------------------------------|
+| `Parts.make`      | workers of rewards, tokenizer, sources | the config                          |
+| `Parts.load`      | `LoadedPrompts`                        | the sources                         |
+| `own_server`      | a server, if the command starts one    | before the trainer takes GPU memory |
+| `Parts.trainer`   | the trainer                            | `LoadedPrompts.needed` must fit     |
+| `Servers.pool`    | the servers, which are not asked yet   | the config                          |
+| `Parts.publisher` | how weights get to servers             | trainer, pool                       |
+| runs.py           | checkpoints; the last one is restored  | trainer, stream, publisher          |
+| `Parts.join`      | what joins the run beside the loop     | all above                           |
+| `Parts.plays`     | a player of episodes for each source   | pool, `longest_episode(trainer)`    |
+| runs.py           | `Run`, the loop                        | all above, scorer and evaluation    |
 
-`Parts`, `Servers`, `Loaded` and `Run` are frozen: what a stage makes is passed on as an argument, so that none can be
-made too early. Where two parts know each other, the second is set in the first once both are there, and here alone:
-`Publisher.trainer_turn` and `ServerPool.bring_up` by `publisher` (or `servers_as_they_are`, of a command without a
-trainer), `Publisher.parts`, `ServerPool.on_change` and `Checkpoints.after` by `join`.
+A stage takes the earlier ones as arguments: none can be made too early. All are frozen but for
+trainer, pool, publisher and checkpoints, which have states of their own.
+
+Some of these four know each other, or what joins the run. That is set here, and in no other file:
+`Publisher.trainer_turn` and `ServerPool.bring_up` by `publisher` (the latter, in a command without
+a trainer, by `servers_as_they_are`); `Publisher.parts`, `ServerPool.on_change` and
+`Checkpoints.after` by `join`.
 """
 
 import dataclasses
@@ -33,7 +36,8 @@ from hocket.client.member import Member
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
 from hocket.client.take_over import claim
-from hocket.commands.sources import EachScorer, HeldOutPrompts, PromptSource, RewardNames, reward_calls
+from hocket.commands import sources
+from hocket.commands.sources import HeldOutPrompts, PromptSource, RewardNames
 from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
@@ -132,7 +136,7 @@ class Servers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedPrompts:
     """The prompts of a run."""
 
     training: Mapping[str, Prompts]  # by source
@@ -163,16 +167,16 @@ class Parts(AbstractContextManager["Parts"]):
         *,
         trains: bool = True,
     ) -> "Parts":
-        """Make what needs neither servers nor a trainer; `trains`: whether there will be a trainer."""
+        """Make what needs neither servers nor a trainer; `trains`: there will be a trainer."""
         config = config.chosen(on_gpu=bool(visible_gpus()))
         with ExitStack() as stack:
-            calls = reward_calls(stack, config, rewards)  # their processes start meanwhile
+            calls = sources.reward_calls(stack, config, rewards)  # their processes start meanwhile
             # A server of its own examines the model for commands that only ask servers.
             tokenizer = model_folder.examine(config.model) if trains else tokenizers.load(config.model.path)
             longest = tokenizers.longest_sequence(config.model, config.trainer)
-            sources = {}
+            by_name = {}
             for name, settings in config.sources.items():
-                sources[name] = PromptSource(settings, config, tokenizer, longest, console)
+                by_name[name] = PromptSource(settings, config, tokenizer, longest, console)
             return cls(
                 config=config,
                 console=console,
@@ -180,7 +184,7 @@ class Parts(AbstractContextManager["Parts"]):
                 calls=calls,
                 tokenizer=tokenizer,
                 longest=longest[0],
-                sources=sources,
+                sources=by_name,
                 stack=stack.pop_all(),
             )
 
@@ -193,7 +197,7 @@ class Parts(AbstractContextManager["Parts"]):
             await calls.set_up()
 
     def trainer(self, needed: int, saved: Saved | None = None) -> "Trainer":
-        """Make the trainer. Raise ConfigError where a sequence of `needed` tokens does not fit into a micro-batch."""
+        """Make the trainer. Raise ConfigError where a micro-batch has less than `needed` tokens."""
         from hocket.trainer.state import SavedTensors
         from hocket.trainer.trainer import Trainer
 
@@ -206,43 +210,50 @@ class Parts(AbstractContextManager["Parts"]):
         return trainer
 
     def check_fits(self, needed: int, trainer: "Trainer") -> None:
-        """Raise ConfigError where a first turn may outgrow a micro-batch; `longest_episode` ends episodes before."""
+        """Raise ConfigError where the first turn of an episode may outgrow a micro-batch."""
         size = _micro_batch_sequence(trainer)
         if size < needed and self.config.pipeline.replay is None:
+            fact = f"a prompt with its completion may have {needed} tokens, but {size} fit"
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
-            raise ConfigError(f"a prompt with its completion may have {needed} tokens, but {size} fit: {advice}")
+            raise ConfigError(f"{fact}: {advice}")
 
     def longest_episode(self, trainer: "Trainer") -> int:
-        """Count the tokens that an episode may have: it outgrows neither the model nor a micro-batch."""
+        """Count the tokens that an episode may have in the model and in a micro-batch."""
         return min(self.longest, _micro_batch_sequence(trainer))
 
-    def load(self, *, compare: bool = True) -> Loaded:
-        """Load the prompts; without `compare`, held-out ones only if they are to be left out of the training."""
-        config = self.config
-        weights = dict[str, float]()
-        loaded = {}
+    def load(self, *, compare: bool = True) -> LoadedPrompts:
+        """Load the prompts; without `compare`, held-out ones only to leave them out of training."""
+        say = self.console.say
+        excludes = self.config.data.exclude_overlap
+        training = dict[str, Prompts]()
+        needed = 0
         for name, source in self.sources.items():
             if source.settings.weight:
-                weights[name] = source.settings.weight
-                loaded[name] = source.training()
+                loaded = source.training()
+                training[name] = loaded.prompts
+                needed = max(needed, loaded.needed)
+        weights = {name: self.sources[name].settings.weight for name in training}
         total = sum(weights.values())
         shares = {name: weight / total for name, weight in weights.items()}
-        training = {name: prompts.prompts for name, prompts in loaded.items()}
-        if config.data.sources:
+        if self.config.data.sources:
             for name, prompts in training.items():
-                self.console.say(f"source {name}: {len(prompts):,} prompts, {shares[name]:.1%} of the draws")
+                say(f"source {name}: {len(prompts):,} prompts, {shares[name]:.1%} of the draws")
         self._show(training)
+
         held_out: Sequence[Prompt] = ()
-        if compare or config.data.exclude_overlap:
+        if compare or excludes:
             evaluated = self.held_out()
             held_out = evaluated.prompts
-            training = unlike(training, evaluated.keys, config.data.exclude_overlap, self.console.say)
-        streams = {name: self.sources[name].stream(prompts, shares[name]) for name, prompts in training.items()}
-        stream = next(iter(streams.values()))
-        if config.data.sources:
-            stream = MixedStream(streams, weights, config.trainer.seed)
-        needed = max(prompts.needed for prompts in loaded.values())
-        return Loaded(training=training, held_out=held_out, stream=stream, needed=needed)
+            training = unlike(training, evaluated.keys, excludes, say)
+
+        streams = dict[str, PromptStream]()
+        for name, prompts in training.items():
+            streams[name] = self.sources[name].stream(prompts, shares[name])
+        if self.config.data.sources:
+            stream: PromptStream = MixedStream(streams, weights, self.config.trainer.seed)
+        else:
+            stream = streams[""]
+        return LoadedPrompts(training=training, held_out=held_out, stream=stream, needed=needed)
 
     def _show(self, prompts: Mapping[str, Prompts]) -> None:
         """Show the first prompts, and say what is odd about their number, and where answers end."""
@@ -263,10 +274,9 @@ class Parts(AbstractContextManager["Parts"]):
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
 
     def server_check(self, needed: int, trainer: "Trainer") -> Callable[[Health], None]:
-        """Make the check of servers: each must take the longest episode or, of a single turn, `needed` tokens."""
-        length = self.longest_episode(trainer)
-        if all(source.settings.env.name == "single_turn" for source in self.sources.values()):
-            length = needed
+        """Make the check of a server, which must take the longest episode, or a single turn."""
+        envs = {source.settings.env.name for source in self.sources.values()}
+        length = needed if envs == {"single_turn"} else self.longest_episode(trainer)
         return partial(self._check_server, length)
 
     def _check_server(self, length: int, health: Health) -> None:
@@ -316,7 +326,7 @@ class Parts(AbstractContextManager["Parts"]):
             scorers[name] = RewardScorer(self.calls[name], names(source.settings))
         if len(scorers) == 1:
             return next(iter(scorers.values()))
-        return EachScorer(scorers)
+        return sources.EachScorer(scorers)
 
     def plays(self, servers: ServerPool, longest: int) -> dict[str, Play]:
         """Make each source's player of episodes, which end at `longest` tokens."""
@@ -374,8 +384,13 @@ class Parts(AbstractContextManager["Parts"]):
             max_error_rate=config.rewards.max_error_rate,
         )
 
-    def publisher(self, trainer: "Trainer", servers: ServerPool, check_server: Callable[[Health], None]) -> Publisher:
-        """Choose the transport of the weights, by which the pool brings up servers that pass the check."""
+    def publisher(
+        self,
+        trainer: "Trainer",
+        servers: ServerPool,
+        check_server: Callable[[Health], None],
+    ) -> Publisher:
+        """Choose the transport of the weights; it brings up the servers that pass the check."""
         config = self.config
         versions = Versions(config.run_dir, trainer)
         by_disk = partial(DiskTransport, versions, config.sync_root, config.sync, self.console.say)
@@ -401,8 +416,8 @@ class Parts(AbstractContextManager["Parts"]):
             max_logprob_gap=config.sync.max_logprob_gap,
         )
         if config.launch.share_gpu:
-            has_adapters = config.model.lora is not None
-            publisher.trainer_turn = partial(shared_gpu, trainer, publisher, config.sync, has_adapters)
+            keep = config.model.lora is not None  # new weights are adapters
+            publisher.trainer_turn = partial(shared_gpu, trainer, publisher, config.sync, keep)
         servers.bring_up = partial(publisher.bring_up, check_server)
         return publisher
 

@@ -16,7 +16,7 @@ from hocket import run_part
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient, prompt_input
-from hocket.commands.parts import NO_ROWS, Loaded, Parts, Servers
+from hocket.commands.parts import NO_ROWS, LoadedPrompts, Parts, Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
@@ -88,7 +88,8 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
                 refuse_missing(visible_gpus())
                 loggers.bound(config.observe.loggers)
                 with tasks.starting():
-                    parts = stack.enter_context(Parts.make(config, console, lambda source: source.reward_names))
+                    made = Parts.make(config, console, lambda source: source.reward_names)
+                    parts = stack.enter_context(made)
                     run_there(parts.set_up())
                     if dry_run:
                         _check(parts, saved, run_there)
@@ -247,9 +248,9 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
 
 
 def _trainer_and_servers(
-    parts: Parts, loaded: Loaded, saved: Saved | None, serve: bool, run_there: RunThere
+    parts: Parts, loaded: LoadedPrompts, saved: Saved | None, serve: bool, run_there: RunThere
 ) -> "tuple[Trainer, ServerPool]":
-    """Load the trainer, from a checkpoint if there is one, and make the pool of servers, empty for a replay."""
+    """Load the trainer, from a checkpoint if there is one; make the pool, empty for a replay."""
     config = parts.config
     console = parts.console
     is_replay = config.pipeline.replay is not None
@@ -258,7 +259,8 @@ def _trainer_and_servers(
     if serve and not is_replay and not run_there(parts.servers.answer()):
         waiting = parts.own_server([f"{config.run_dir}/config.yaml"])
     run_there(parts.servers.clear_gpu(on_wait=waiting, say=console.say))
-    trainer = parts.trainer(loaded.needed, saved)  # before records behind the checkpoint are cut off
+    # This may fail: it comes before records behind the checkpoint are cut off.
+    trainer = parts.trainer(loaded.needed, saved)
     if is_replay:
         return trainer, ServerPool(())
     return trainer, parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
@@ -267,7 +269,7 @@ def _trainer_and_servers(
 def _checkpoints(
     parts: Parts, saved: Saved | None, trainer: "Trainer", kept: Mapping[str, checkpoints.Resumable]
 ) -> Checkpoints:
-    """Restore what the last checkpoint kept beside the trainer's state, and make what writes the next ones."""
+    """Restore what a checkpoint kept beside the trainer's state, and make what writes the next."""
     last = 0
     if saved:
         saved.restore(kept)
@@ -317,7 +319,8 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
-        parts = stack.enter_context(Parts.make(config, console, lambda source: [source.eval_reward], trains=False))
+        made = Parts.make(config, console, lambda source: [source.eval_reward], trains=False)
+        parts = stack.enter_context(made)
         held_out = parts.held_out().prompts
         if not held_out:
             raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")

@@ -1,6 +1,7 @@
-"""The sources of a run's prompts, one without data.sources: each has its own rows, players and rewards.
+"""The sources of a run's prompts: each has its own rows, players and rewards.
 
-A prompt names its source, `Prompt.source`: what plays, scores or trains on it looks the source's settings up by that.
+A run without data.sources has one, of name "". A prompt names its source, `Prompt.source`: what
+plays, scores or trains on it looks the source up by that.
 """
 
 import dataclasses
@@ -89,7 +90,8 @@ class PromptSource:
         is_replay = config.pipeline.replay is not None  # which has the scores
         if "env" in settings.reward_names and not type(self.example).gives_reward and not is_replay:
             advice = "name another reward in rewards.functions and eval.reward, or an environment that gives one"
-            raise ConfigError(f"the reward env has no value, as env.name={env.name} gives none: {advice}")
+            fact = f"the reward env has no value, as env.name={env.name} gives none"
+            raise ConfigError(f"{fact}: {advice}")
 
     @property
     def _tools(self) -> Sequence[Mapping[str, Any]]:
@@ -158,7 +160,11 @@ class PromptSource:
             raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {limit}: lower it, or raise that")
         most = min(room, data.max_prompt_tokens or room)
         prompts, lengths = load_prompts(
-            data, self._tokenizer, max_prompt_tokens=most, tools=self._tools, source=self.settings.name
+            data,
+            self._tokenizer,
+            max_prompt_tokens=most,
+            tools=self._tools,
+            source=self.settings.name,
         )
         if len(prompts) < len(lengths):
             fits = self._longest - thought - max(lengths)

@@ -131,12 +131,13 @@ class HeldOutConfig(DataConfig):
     """As in section data."""
 
     def with_rest_of(self, data: DataConfig) -> "HeldOutConfig | None":
-        """Take from `data` what is not set here; None where no rows but those of `data` are named."""
+        """Take from `data` what is not set here; None where no other rows are named."""
         is_set = self.model_fields_set
         has_split = data.kind != ""
         if data.kind == "hf":
-            is_saved = Path(data.source.removeprefix("hf:")).expanduser().joinpath("state.json").is_file()
-            has_split = not is_saved and "split" in is_set  # a saved data set has no splits
+            folder = Path(data.source.removeprefix("hf:")).expanduser()
+            is_saved = folder.joinpath("state.json").is_file()  # by datasets, without splits
+            has_split = not is_saved and "split" in is_set
         names_rows = "source" in is_set or (has_split and self.split != data.split)
         if not names_rows:
             return None
@@ -168,7 +169,7 @@ class EvalConfig(Section):
 
 
 class SourceConfig(DataConfig):
-    """An entry of data.sources, as it is written: what it leaves out comes from the run's sections."""
+    """An entry of data.sources as it is written; what it leaves out is in the run's sections."""
 
     name: str = ""  # default: of its file, data set or task
     weight: float = Field(1.0, ge=0)  # share of the draws, in relation to the others'
@@ -186,7 +187,10 @@ class SourceConfig(DataConfig):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSettings:
-    """All settings that may differ from source to source. A prompt names its source: `Prompt.source`."""
+    """All settings that may differ between sources; `Prompt.source` names that of a prompt.
+
+    Example: config.sources[prompt.source].max_tokens
+    """
 
     name: str  # "" in a run without data.sources
     weight: float  # share of the draws, in relation to the others'; 0: only evaluated
@@ -205,8 +209,9 @@ class SourceSettings:
 
     @property
     def pass_reward(self) -> str:
-        """Reward whose mean is a prompt's pass rate: the evaluation's if it is trained, else the first."""
-        return self.eval_reward if self.eval_reward in self.rewards.functions else self.rewards.first
+        """Reward whose mean is the pass rate of a prompt: eval.reward if trained, else the first."""
+        is_trained = self.eval_reward in self.rewards.functions
+        return self.eval_reward if is_trained else self.rewards.first
 
 
 class TrainingDataConfig(DataConfig):

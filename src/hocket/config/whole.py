@@ -63,7 +63,7 @@ class Config(Section):
 
     @property
     def sources(self) -> dict[str, tasks.SourceSettings]:
-        """The settings of each of data.sources, by name; without them those of the run, as a source of name ""."""
+        """The settings of each source, by name; without data.sources there is one, of name ""."""
         if not self.data.sources:
             return {"": self.default_source}
         return {entry.called: self._source(entry.called, entry) for entry in self.data.sources}

@@ -153,7 +153,8 @@ def checks(run: Joined) -> RunPart:
         history=run.folder.history,
         fair=not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group),
     )
-    if all(source.env.name == "single_turn" for source in sources):  # others' turns end in other ways, too
+    # Turns of other environments end in other ways, too.
+    if all(source.env.name == "single_turn" for source in sources):
         ends = tokenizers.end_ids(config.model.path, run.trainer.tokenizer)
         decode = run.trainer.tokenizer.decode
         check.claim = partial(contradiction, decode=decode, ends=ends, stop=config.rollout.stop)

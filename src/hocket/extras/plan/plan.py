@@ -120,8 +120,9 @@ class Needs:
         self.largest_micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))  # tokens that fit
         self._prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
         limits = [source.max_tokens for source in config.sources.values()]
+        weights = [source.weight for source in config.sources.values()]
         self._longest = max(limits)
-        self._length = LENGTH * statistics.fmean(limits, [source.weight for source in config.sources.values()])
+        self._length = LENGTH * statistics.fmean(limits, weights)
         if config.trainer.micro_batch_tokens == "auto":  # at least one sequence
             tokens = min(8192, max(self.largest_micro_batch, objective.unit * (self._prompt + self._longest)))
             rank = rank._replace(activations=per_token * tokens)
