@@ -211,7 +211,7 @@ class Parts(AbstractContextManager["Parts"]):
 
     def check_fits(self, needed: int, trainer: "Trainer") -> None:
         """Raise ConfigError where the first turn of an episode may outgrow a micro-batch."""
-        size = _micro_batch_sequence(trainer)
+        size = self.longest_episode(trainer)
         if size < needed and self.config.pipeline.replay is None:
             fact = f"a prompt with its completion may have {needed} tokens, but {size} fit"
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
@@ -219,7 +219,7 @@ class Parts(AbstractContextManager["Parts"]):
 
     def longest_episode(self, trainer: "Trainer") -> int:
         """Count the tokens that an episode may have in the model and in a micro-batch."""
-        return min(self.longest, _micro_batch_sequence(trainer))
+        return min(self.longest, trainer.micro_batch_tokens + 1)  # the last one is only predicted
 
     def load(self, *, compare: bool = True) -> LoadedPrompts:
         """Load the prompts; without `compare`, held-out ones only to leave them out of training."""
@@ -229,9 +229,8 @@ class Parts(AbstractContextManager["Parts"]):
         needed = 0
         for name, source in self.sources.items():
             if source.settings.weight:
-                loaded = source.training()
-                training[name] = loaded.prompts
-                needed = max(needed, loaded.needed)
+                training[name], longest = source.training()
+                needed = max(needed, longest)
         weights = {name: self.sources[name].settings.weight for name in training}
         total = sum(weights.values())
         shares = {name: weight / total for name, weight in weights.items()}
@@ -476,8 +475,3 @@ class Parts(AbstractContextManager["Parts"]):
             self.console.doing(what, waited_s)
 
         return waiting
-
-
-def _micro_batch_sequence(trainer: "Trainer") -> int:
-    """Count the tokens of the longest sequence in a micro-batch."""
-    return trainer.micro_batch_tokens + 1  # the last token is only predicted

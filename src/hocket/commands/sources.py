@@ -57,12 +57,6 @@ def _refuse_unanswered(data: DataConfig, rewards: Iterable[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingPrompts:
-    prompts: Prompts
-    needed: int  # tokens of the longest one and a completion
-
-
-@dataclasses.dataclass(frozen=True)
 class HeldOutPrompts:
     prompts: Sequence[Prompt]  # to evaluate, maybe none
     keys: Collection[str]  # also of those beyond eval.num_prompts
@@ -97,13 +91,13 @@ class PromptSource:
     def _tools(self) -> Sequence[Mapping[str, Any]]:
         return self.example.toolbox.tools if self.example.toolbox else ()
 
-    def training(self) -> TrainingPrompts:
-        """Load the training prompts."""
+    def training(self) -> tuple[Prompts, int]:
+        """Load the training prompts, and count the tokens of the longest one with a completion."""
         settings = self.settings
         _refuse_unanswered(settings.data, settings.rewards.functions)
         answer = settings.max_tokens
         prompts, length = self._fitting("train", settings.data, "rollout.max_tokens", answer)
-        return TrainingPrompts(prompts, length + self.example.thinking_tokens + answer)
+        return prompts, length + self.example.thinking_tokens + answer
 
     def _check_turns(self, data: DataConfig) -> None:
         """Check that the chat template shows the model's next turn what it said before, and what it was answered.
