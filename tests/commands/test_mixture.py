@@ -12,7 +12,7 @@ from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.commands import sources as sources_module
 from hocket.commands.parts import Parts
-from hocket.commands.runs import score_samples
+from hocket.commands.runs import _shape, score_samples
 from hocket.commands.sources import reward_calls
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load, to_yaml
@@ -50,6 +50,25 @@ def test_a_source_has_what_it_does_not_say_from_the_sections_of_the_run() -> Non
     assert sort.held_out is not None
     assert (sort.held_out.source, sort.held_out.split) == ("task:sort", "test")
     assert load().sources == {"": load().default_source}
+
+
+def test_a_source_says_itself_how_its_held_out_answers_are_measured() -> None:
+    found = config("eval.reward=position_match", "eval.max_tokens=9")
+    measured = [(one.eval_reward, one.eval_max_tokens) for one in found.sources.values()]
+    assert measured == [("position_match", 9)] * 3
+    assert [one.pass_reward for one in found.sources.values()] == ["env", "exact_match", "position_match"]
+    assert [one.eval_max_tokens for one in config().sources.values()] == [4, 80, 16]
+    assert [one.held_out for one in config("eval.num_prompts=0").sources.values()] == [None] * 3
+
+
+def test_a_group_is_shaped_by_its_source_and_a_replayed_one_of_no_source_by_the_run() -> None:
+    shaped = _shape(config("algorithm.overlong_share=1"))
+    scores = [Score(total=1.0, parts={"position_match": 0.5, "exact_match": 0.25})] * 2
+    for source, max_tokens, passes in (("sort", 16, 0.5), ("of another run", 80, 0.25)):
+        prompt = Prompt(id="a", token_ids=(1,), source=source)
+        made = shaped(group(prompt, [sequence(2, 2, 2, 2)] * 2, scores))
+        assert [one.penalty for one in made.scored] == [4 / max_tokens] * 2
+        assert made.passes == (passes, passes)
 
 
 def test_a_mixture_reads_back_from_what_the_run_folder_keeps(tmp_path: Path) -> None:
