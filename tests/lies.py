@@ -292,7 +292,7 @@ class LyingServer(Process):
         with contextlib.ExitStack() as stack:
             console = stack.enter_context(Console(config.trainer.steps))
             run_there = stack.enter_context(event_loop())
-            parts = stack.enter_context(Parts(config, console, lambda view: view.reward_names))
+            parts = stack.enter_context(Parts.make(config, console, lambda source: source.reward_names))
             run_there(parts.set_up())
             run = commands._run(parts, None, False, None, run_there)
             if name == STALE_EXPORT:

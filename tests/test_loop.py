@@ -191,7 +191,7 @@ async def trained(
                 shape,
                 algorithm=config.algorithm,
                 max_tokens=config.rollout.max_tokens,
-                pass_reward=config.pass_reward,
+                pass_reward=config.default_source.pass_reward,
             ),
             batches=batches,
             evaluation=evaluation,

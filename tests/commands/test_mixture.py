@@ -12,7 +12,7 @@ from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.commands import sources as sources_module
 from hocket.commands.parts import Parts
-from hocket.commands.runs import score_samples
+from hocket.commands.runs import _shape, score_samples
 from hocket.commands.sources import reward_calls
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load, to_yaml
@@ -41,16 +41,34 @@ def config(*settings: str) -> Config:
 
 def test_a_source_has_what_it_does_not_say_from_the_sections_of_the_run() -> None:
     found = config("rollout.max_tokens=70", "data.max_prompt_tokens=30")
-    guess, calculate, sort = (found.views[name] for name in ("guess", "calculate", "sort"))
-    assert [*found.views] == ["guess", "calculate", "sort"]
+    guess, calculate, sort = (found.sources[name] for name in ("guess", "calculate", "sort"))
+    assert [*found.sources] == ["guess", "calculate", "sort"]
     assert (guess.data.source, guess.data.limit, guess.data.max_prompt_tokens) == ("task:guess", 40, 30)
     assert [one.env.name for one in (guess, calculate, sort)] == ["guess", "tools", "single_turn"]
-    assert [one.rollout.max_tokens for one in (guess, calculate, sort)] == [4, 70, 16]
+    assert [one.max_tokens for one in (guess, calculate, sort)] == [4, 70, 16]
     assert [one.eval_reward for one in (guess, calculate, sort)] == ["env", "exact_match", "position_match"]
-    assert sort.held_out_data is not None
-    assert (sort.held_out_data.source, sort.held_out_data.split) == ("task:sort", "test")
-    assert load().views == {"": load()}
-    assert found.held_out_data is None
+    assert sort.held_out is not None
+    assert (sort.held_out.source, sort.held_out.split) == ("task:sort", "test")
+    assert load().sources == {"": load().default_source}
+
+
+def test_a_source_says_itself_how_its_held_out_answers_are_measured() -> None:
+    found = config("eval.reward=position_match", "eval.max_tokens=9")
+    measured = [(one.eval_reward, one.eval_max_tokens) for one in found.sources.values()]
+    assert measured == [("position_match", 9)] * 3
+    assert [one.pass_reward for one in found.sources.values()] == ["env", "exact_match", "position_match"]
+    assert [one.eval_max_tokens for one in config().sources.values()] == [4, 80, 16]
+    assert [one.held_out for one in config("eval.num_prompts=0").sources.values()] == [None] * 3
+
+
+def test_a_group_is_shaped_by_its_source_and_a_replayed_one_of_no_source_by_the_run() -> None:
+    shaped = _shape(config("algorithm.overlong_share=1"))
+    scores = [Score(total=1.0, parts={"position_match": 0.5, "exact_match": 0.25})] * 2
+    for source, max_tokens, passes in (("sort", 16, 0.5), ("of another run", 80, 0.25)):
+        prompt = Prompt(id="a", token_ids=(1,), source=source)
+        made = shaped(group(prompt, [sequence(2, 2, 2, 2)] * 2, scores))
+        assert [one.penalty for one in made.scored] == [4 / max_tokens] * 2
+        assert made.passes == (passes, passes)
 
 
 def test_a_mixture_reads_back_from_what_the_run_folder_keeps(tmp_path: Path) -> None:
@@ -76,8 +94,8 @@ def test_it_is_said_that_nothing_is_evaluated_where_no_source_has_held_out_rows(
     for sources in ("[task:sort, a.jsonl]", "[a.jsonl, b.jsonl]"):
         with Console(1) as console:
             console.say = said.append  # type: ignore[method-assign]
-            mixed = Parts(load(None, [f"data.sources={sources}", model, "eval.num_prompts=2"]), console)
-            assert len(mixed.held_out()) == (2 if "task:" in sources else 0)
+            mixed = Parts.make(load(None, [f"data.sources={sources}", model, "eval.num_prompts=2"]), console)
+            assert len(mixed.held_out().prompts) == (2 if "task:" in sources else 0)
     (once,) = [line for line in said if "nothing is evaluated" in line]
     assert "held_out of data.sources" in once
 
@@ -89,8 +107,8 @@ def test_held_out_rows_that_no_evaluation_reads_are_left_out_of_training_too(tmp
     settings = [f"data.source={tmp_path}/train.jsonl", f"eval.data.source={tmp_path}/test.jsonl", "eval.num_prompts=1"]
     settings += ["data.exclude_overlap=true", f"model.path={ROOT}/checkpoints/tiny-sort"]
     with Console(1) as console:
-        prompts, held_out, _ = Parts(load(None, settings), console).load()
-    assert ([prompt.answer for prompt in prompts[""]], len(held_out)) == (["0", "1", "2", "3"], 1)
+        loaded = Parts.make(load(None, settings), console).load()
+    assert ([prompt.answer for prompt in loaded.training[""]], len(loaded.held_out)) == (["0", "1", "2", "3"], 1)
 
 
 def test_rewards_that_differ_between_sources_are_no_answer_to_a_file(tmp_path: Path) -> None:
@@ -103,8 +121,8 @@ def test_rewards_that_differ_between_sources_are_no_answer_to_a_file(tmp_path: P
 def test_a_set_of_weight_0_is_only_held_out(tmp_path: Path) -> None:
     sources = "[task:sort, {weight: 0, held_out: other/aime.jsonl}, {name: x, source: a.jsonl, held_out: task:sort}]"
     found = load(None, [f"data.sources={sources}", "checkpoint.best=eval/aime/greedy"])
-    held_out = [view.held_out_data for view in found.views.values()]
-    assert [*found.views] == ["sort", "aime", "x"]
+    held_out = [source.held_out for source in found.sources.values()]
+    assert [*found.sources] == ["sort", "aime", "x"]
     assert [data and data.source for data in held_out] == ["task:sort", "other/aime.jsonl", "task:sort"]
 
 
@@ -131,7 +149,7 @@ def test_a_mixture_that_makes_no_sense_is_refused(settings: list[str], said: str
 
 def test_the_name_of_a_source_can_stand_in_that_of_a_metric() -> None:
     found = load(None, ['data.sources=["my rows/two words.jsonl", "hf:org/chat-1:part b", "task:sort"]'])
-    assert [*found.views] == ["two_words", "part_b", "sort"]
+    assert [*found.sources] == ["two_words", "part_b", "sort"]
 
 
 class Engine:
@@ -174,17 +192,17 @@ async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
 
 async def check_batch(settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks a batch and an evaluation of the three sources."""
-    with Console(1) as console, Parts(settings, console, lambda view: view.reward_names) as mixed:
+    with Console(1) as console, Parts.make(settings, console, lambda source: source.reward_names) as mixed:
         engine = Engine(mixed.tokenizer)
         monkeypatch.setattr(sources_module, "Batcher", lambda servers, tools: engine)
-        _, held_out, stream = mixed.load()
+        loaded = mixed.load()
         servers: Any = SimpleNamespace(members=[])
         plan = Plan(label="s", sampling=SAMPLING, group_size=2, wanted=20, at_most=20, deadline=Deadline(60.0))
-        plays = mixed.plays(servers)
-        batch = await collect(plan, stream.take, mixed.play(plays), mixed.scorer())
-        evaluation = mixed.evaluation(held_out, plays)
+        plays = mixed.plays(servers, mixed.longest)
+        batch = await collect(plan, loaded.stream.take, mixed.play(plays), mixed.scorer())
+        evaluation = mixed.evaluation(loaded.held_out, plays)
         metrics, groups = await evaluation.run("eval")
-    of = {name: next(one for one in batch.groups if one.source == name) for name in settings.views}
+    of = {name: next(one for one in batch.groups if one.source == name) for name in settings.sources}
     parts = {name: [*one.scores[0].parts] for name, one in of.items()}
     assert parts == {"guess": ["env"], "calculate": ["exact_match"], "sort": ["position_match"]}
     assert of["guess"].rollouts[0].sequences[0].turns > 1 or of["guess"].scores[0].total == 1
@@ -192,10 +210,10 @@ async def check_batch(settings: Config, monkeypatch: pytest.MonkeyPatch) -> None
     assert dict(engine.asked) | {"Guess": 4} == {"Guess": 4, "Sort": 16, "calculate": 80}
     assert of["sort"].rollouts[0].prompt.id.startswith("sort/task:sort/train:")
     found = rollout_metrics(batch.groups)
-    assert sum(found[f"source/{name}/share"] for name in settings.views) == pytest.approx(1)
+    assert sum(found[f"source/{name}/share"] for name in settings.sources) == pytest.approx(1)
     assert found["source/sort/reward/mean"] == found["reward/position_match"]
     assert [one.source for one in groups] == ["guess"] * 2 + ["calculate"] * 2 + ["sort"] * 2
-    each = [metrics[f"eval/{name}/greedy"] for name in settings.views]
+    each = [metrics[f"eval/{name}/greedy"] for name in settings.sources]
     assert metrics["eval/greedy"] == pytest.approx(sum(each) / 3)
     (again,) = groups_of(lines_of([of["sort"]]).splitlines())
     assert (again.source, again.rollouts[0].prompt.source) == ("sort", "sort")  # for a replay
@@ -204,7 +222,7 @@ async def check_batch(settings: Config, monkeypatch: pytest.MonkeyPatch) -> None
 def test_sources_with_the_same_rewards_share_what_calls_them() -> None:
     found = load(None, ["data.sources=[{name: a}, {name: b}, {name: c, rewards: {exact_match: 0.5}}]"])
     with ExitStack() as stack:
-        calls = reward_calls(stack, found, lambda view: view.reward_names)
+        calls = reward_calls(stack, found, lambda source: source.reward_names)
         assert calls["a"] is calls["b"] is not calls["c"]
         assert calls["c"].specs["exact_match"].weight == 0.5
 
@@ -214,7 +232,7 @@ def test_a_measured_reward_has_its_options_also_where_a_source_is_trained_by_oth
     sources = "data.sources=[{name: a}, {name: b, rewards: {exact_match: 1}}]"
     found = load(None, [rewards, sources, "eval.reward=length"])
     with ExitStack() as stack:
-        calls = reward_calls(stack, found, lambda view: view.reward_names)
+        calls = reward_calls(stack, found, lambda source: source.reward_names)
         assert [*calls["b"].specs] == ["exact_match", "length"]
         assert calls["b"].rewards["length"].options == calls["a"].rewards["length"].options
         assert calls["b"].specs["length"].model_extra == {"target": 40}

@@ -102,14 +102,15 @@ def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the
     settings = (f"run.dir={tmp_path}", f"model.path={ROOT}/checkpoints/tiny-sort", "rollout.max_tokens=16")
     config = load(None, [*settings, "data.limit=4"])
     with commands.Console(1) as console:
-        parts = commands.Parts(config, console)
-        prompts, _, _ = parts.load(compare=False)
-        needed = 16 + max(len(prompt.token_ids) for prompt in prompts[""])
-        assert parts.longest > needed
-        parts.limit(SimpleNamespace(micro_batch_tokens=needed - 1))  # as trainer.micro_batch_tokens=auto may find
-        assert parts.longest == needed  # the last token is only predicted
+        parts = commands.Parts.make(config, console)
+        loaded = parts.load(compare=False)
+        needed = 16 + max(len(prompt.token_ids) for prompt in loaded.training[""])
+        assert parts.longest > needed == loaded.needed
+        trainer: Any = SimpleNamespace(micro_batch_tokens=needed - 1)  # as trainer.micro_batch_tokens=auto may find
+        parts.check_fits(needed, trainer)
+        assert parts.longest_episode(trainer) == needed  # the last token is only predicted
         with pytest.raises(ConfigError, match=f"may have {needed} tokens, but {needed - 1} fit: set trainer.gradient_"):
-            parts.limit(SimpleNamespace(micro_batch_tokens=needed - 2))
+            parts.check_fits(needed, SimpleNamespace(micro_batch_tokens=needed - 2))
 
 
 @pytest.mark.parametrize(("updated", "status"), [(0, 3), (1, 0)])

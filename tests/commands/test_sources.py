@@ -30,7 +30,9 @@ def source() -> Callable[..., tuple[PromptSource, list[str]]]:
         said: list[str] = []
         with Console(1) as console:
             console.say = said.append  # type: ignore[method-assign]
-            return PromptSource("", config, tokenizer, (1024, "model.max_length=1024"), console), said
+            return PromptSource(
+                config.default_source, config, tokenizer, (1024, "model.max_length=1024"), console
+            ), said
 
     return make
 

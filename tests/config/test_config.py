@@ -53,7 +53,7 @@ def test_every_shipped_config_loads_and_names_what_exists() -> None:
     assert {"quickstart.yaml", "gsm8k_1gpu.yaml", "vlm_qwen2_5_3b_1gpu.yaml"} <= {path.name for path in files}
     for file in files:
         loaded = config.load(file)
-        held_out = loaded.held_out_data or loaded.data
+        held_out = loaded.default_source.held_out or loaded.data
         for path in (loaded.data.source, held_out.source, *loaded.plugins):
             if path.endswith((".jsonl", ".parquet", ".py")) and not path.startswith("runs/"):  # of the stage before
                 assert (ROOT / path).is_file(), path
@@ -64,19 +64,19 @@ def test_every_shipped_config_loads_and_names_what_exists() -> None:
 def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherwise(tmp_path: Path) -> None:
     text = "data: {source: 'hf:a/b:main', prompt_column: q, answer_pattern: '(x)', limit: 9, split: half}\n"
     loaded = load(tmp_path, text, "eval.data.split=test")
-    held_out = loaded.held_out_data
+    held_out = loaded.default_source.held_out
     assert held_out is not None
     again = load(tmp_path, config.to_yaml(loaded.as_dict()))
-    assert (again, again.held_out_data) == (loaded, held_out)
+    assert (again, again.default_source.held_out) == (loaded, held_out)
     found = (held_out.source, held_out.split, held_out.prompt_column, held_out.limit, held_out.section)
     assert found == ("hf:a/b:main", "test", "q", None, "eval.data")
     other = load(tmp_path, text, "eval.data.source=held.jsonl", "eval.data.prompt_column=prompt", "eval.data.limit=2")
-    held_out = other.held_out_data
+    held_out = other.default_source.held_out
     assert held_out is not None
     assert (held_out.source, held_out.prompt_column, held_out.limit) == ("held.jsonl", "prompt", 2)
     assert held_out.answer_pattern == re.compile("(x)")
     again = load(tmp_path, config.to_yaml(other.as_dict()), "data.prompt_column=z")  # the run's own file says it all
-    assert again.held_out_data == held_out
+    assert again.default_source.held_out == held_out
     with pytest.raises(ConfigError, match=r"eval\.data: system_prompt needs chat_template: true"):
         config.load(None, ["data.system_prompt=Think.", "eval.data.chat_template=false"])
 
@@ -95,9 +95,9 @@ def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherw
 def test_training_rows_are_not_taken_for_held_out_ones(settings: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "state.json").touch()  # of a dataset that was saved, without splits
     loaded = config.load(None, [setting.replace("SAVED", str(tmp_path)) for setting in settings])
-    assert loaded.held_out_data is None
-    assert load(tmp_path, config.to_yaml(loaded.as_dict())).held_out_data is None
-    assert config.load(None).held_out_data is not None
+    assert loaded.default_source.held_out is None
+    assert load(tmp_path, config.to_yaml(loaded.as_dict())).default_source.held_out is None
+    assert config.load(None).default_source.held_out is not None
 
 
 def test_an_override_changes_neither_what_shares_an_anchor_nor_the_callers_own_values(tmp_path: Path) -> None:
@@ -242,10 +242,8 @@ def test_a_reward_may_be_a_weight_alone_or_have_arguments_and_the_accuracy_is_th
     assert loaded.rewards.functions["math"].weight == 0.5
     assert loaded.rewards.functions["length"].model_extra == {"target": 40}
     for accuracy, passes in (("length", "length"), ("null", "math"), ("exact_match", "math")):  # if it is trained
-        assert (
-            config.load(None, ["rewards.functions={math: 0.5, length: 0.1}", f"eval.reward={accuracy}"]).pass_reward
-            == passes
-        )
+        settings = ["rewards.functions={math: 0.5, length: 0.1}", f"eval.reward={accuracy}"]
+        assert config.load(None, settings).default_source.pass_reward == passes
     weights = {"{gate: yes}": 0.0, "{gate: true, weight: 2}": 2.0, "{gate: false}": 1.0, "{}": 1.0}  # of a gate 0
     for written, weight in weights.items():
         assert config.load(overrides=[f"rewards.functions.x={written}"]).rewards.functions["x"].weight == weight

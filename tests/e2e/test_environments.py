@@ -45,8 +45,8 @@ async def groups_of(
     overrides = (f"server.port={port}", f"run.dir={runs}/{name}-played", *overrides)
     settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
     load_plugins(settings.plugins)
-    parts = Parts(settings, Console(steps=1))
-    prompts, _, _ = parts.load(compare=False)
+    parts = Parts.make(settings, Console(steps=1))
+    prompts = parts.load(compare=False).training[""]
     plan = Plan(
         label="s",
         sampling=sampling_params(settings.rollout, seed=0, step=1),
@@ -56,10 +56,9 @@ async def groups_of(
         deadline=Deadline(120),
     )
     async with ServerPool(settings.server_urls) as servers:
+        play = parts.play(parts.plays(servers, parts.longest))
         with scorer_of_all(settings.rewards) as scorer:
-            return (
-                await collect(plan, drawing(prompts[""][:num_prompts]), parts.play(parts.plays(servers)), scorer)
-            ).groups
+            return (await collect(plan, drawing(prompts[:num_prompts]), play, scorer)).groups
 
 
 def largest_gap(sequences: list[TokenSequence]) -> float:

@@ -33,7 +33,6 @@ from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion, SamplingParams
-from hocket.rewards import RewardCalls, RewardScorer
 from hocket.rollout.episode import Limits
 from hocket.rollout.players import player
 from hocket.trainer.checkpoints import Checkpoints
@@ -138,28 +137,26 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Runs the loop and returns its summary."""
     with (
         Trainer(config, ranks=ranks) as trainer,
-        RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]) as calls,
         RunFolder(config) as folder,
         Console(config.trainer.steps) as console,
+        Parts.make(config, console, lambda source: source.reward_names) as parts,
         Checkpoints(config, trainer.state, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
-        parts = Parts(config, console)
-        parts.calls[""] = calls
         renderer = renderer_of(config.data, trainer.tokenizer)
         limits = Limits(max_turns=1, max_length=parts.longest, timeout_s=60)
         play = player(SingleTurn, ServerPool([]), copy.ask, renderer, limits)
-        _, held_out, stream = parts.load()
+        loaded = parts.load()
         return await Run(
             config=config,
             trainer=trainer,
             servers=copy,
-            stream=stream,
+            stream=loaded.stream,
             play=play,
-            scorer=RewardScorer(calls, config.rewards.functions),
+            scorer=parts.scorer(),
             shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
             batches=parts.pipeline,
-            evaluation=parts.evaluation(held_out, {"": play}),
+            evaluation=parts.evaluation(loaded.held_out, {"": play}),
             publisher=copy,
             kl=KlController(config.algorithm),
             folder=folder,

@@ -231,8 +231,8 @@ def test_a_start_makes_no_prompt_of_the_cache_but_those_that_it_shows(
     settings = [f"data.source={rows}", "data.max_prompt_tokens=20", "rollout.max_tokens=16"]
     settings.append(f"model.path={ROOT}/checkpoints/tiny-sort")
     with commands.Console(1) as console:
-        parts = commands.Parts(config_module.load(None, settings), console)
-        prompts, _, _ = parts.load(compare=False)
-        assert len(prompts[""]) == 3
+        parts = commands.Parts.make(config_module.load(None, settings), console)
+        loaded = parts.load(compare=False)
+        assert len(loaded.training[""]) == 3
     assert made == [slice(None, 2), 0, 1]
-    assert parts.needed == 9 + 3 + 16  # of those that are short enough; the template adds 3 tokens
+    assert loaded.needed == 9 + 3 + 16  # of those that are short enough; the template adds 3 tokens

@@ -73,11 +73,11 @@ async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() 
 
 def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -> None:
     config = config_module.load(None, ["rewards.functions={length: {weight: 2, target: 9}, random: 1.0}"])
-    assert (config.eval_reward, config.rewards.spec("length").model_extra) == ("length", {"target": 9})
+    assert (config.default_source.eval_reward, config.rewards.spec("length").model_extra) == ("length", {"target": 9})
     named = config_module.load(None, ["rewards.functions={random: 1.0}", "eval.reward=exact_match"])
-    assert (named.eval_reward, named.rewards.spec("exact_match").weight) == ("exact_match", 1.0)
+    assert (named.default_source.eval_reward, named.rewards.spec("exact_match").weight) == ("exact_match", 1.0)
     gated = config_module.load(None, ["rewards.functions={think_format: {gate: true}, math: 1}"])
-    assert gated.eval_reward == "math" == gated.pass_reward  # a gate has no weight
+    assert gated.default_source.eval_reward == "math" == gated.default_source.pass_reward  # a gate has no weight
 
 
 def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> None:

@@ -88,11 +88,9 @@ class Parts:
         self.world: Any = World(tmp_path / "runs")
         self.pool.members[0].server = self.world
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
-        run: Any = SimpleNamespace(
-            config=self.config.chosen(on_gpu=False), console=console, check_server=lambda health: None
-        )
+        run: Any = SimpleNamespace(config=self.config.chosen(on_gpu=False), console=console)
         run.stack = contextlib.ExitStack()
-        self.publisher = hocket.commands.parts.Parts.publisher(run, self.world, self.pool)
+        self.publisher = hocket.commands.parts.Parts.publisher(run, self.world, self.pool, lambda health: None)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:

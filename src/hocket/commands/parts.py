@@ -1,10 +1,31 @@
-"""The parts of a run, which runs.py brings together."""
+"""The parts of a run. runs.py makes them in this order, each from those before it:
+
+| made by           | what                                   | from                                |
+|-------------------|----------------------------------------|-------------------------------------|
+| `Parts.make`      | workers of rewards, tokenizer, sources | the config                          |
+| `Parts.load`      | `LoadedPrompts`                        | the sources                         |
+| `own_server`      | a server, if the command starts one    | before the trainer takes GPU memory |
+| `Parts.trainer`   | the trainer                            | `LoadedPrompts.needed` must fit     |
+| `Servers.pool`    | the servers, which are not asked yet   | the config                          |
+| `Parts.publisher` | how weights get to servers             | trainer, pool                       |
+| runs.py           | checkpoints; the last one is restored  | trainer, stream, publisher          |
+| `Parts.join`      | what joins the run beside the loop     | all above                           |
+| `Parts.plays`     | a player of episodes for each source   | pool, `longest_episode(trainer)`    |
+| runs.py           | `Run`, the loop                        | all above, scorer and evaluation    |
+
+A stage takes the earlier ones as arguments: none can be made too early. All are frozen but for
+trainer, pool, publisher and checkpoints, which have states of their own.
+
+Some of these four know each other, or what joins the run. That is set here, and in no other file:
+`Publisher.trainer_turn` and `ServerPool.bring_up` by `publisher` (the latter, in a command without
+a trainer, by `servers_as_they_are`); `Publisher.parts`, `ServerPool.on_change` and
+`Checkpoints.after` by `join`.
+"""
 
 import dataclasses
-import itertools
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +36,8 @@ from hocket.client.member import Member
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
 from hocket.client.take_over import claim
-from hocket.commands.sources import EachScorer, PromptSource, reward_calls
+from hocket.commands import sources
+from hocket.commands.sources import HeldOutPrompts, PromptSource, RewardNames
 from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
@@ -28,15 +50,16 @@ from hocket.observe.console import SHORT, Console
 from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health
 from hocket.protocol.manifest import model_shapes
-from hocket.rewards.scorer import RewardScorer
+from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.collect import Play, Seat
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.rollout.replay import Replay
+from hocket.run_part import Joined, RunPart, joining
 from hocket.sync.disk import DiskTransport
 from hocket.sync.publish import Publisher
 from hocket.sync.share_gpu import put_to_sleep, shared_gpu
-from hocket.sync.transports import Sending, chosen_transport
+from hocket.sync.transports import Sending, Transport, chosen_transport
 from hocket.sync.versions import Versions
 from hocket.trainer.checkpoints import Saved
 from hocket.types import Prompt, Rollout
@@ -112,33 +135,58 @@ class Servers:
         return pool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedPrompts:
+    """The prompts of a run."""
+
+    training: Mapping[str, Prompts]  # by source
+    held_out: Sequence[Prompt]
+    stream: PromptStream  # draws from `training`
+    needed: int  # tokens of the longest training prompt and a completion
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts(AbstractContextManager["Parts"]):
-    """Makes the parts of a run; leaving it closes them.
+    """Makes the parts of a run; leaving it closes them."""
 
-    rewards: names of those that are called, of each source.
-    trains: whether a trainer is among the parts.
-    """
+    config: Config
+    console: Console
+    servers: Servers
+    calls: Mapping[str, RewardCalls]  # by source
+    tokenizer: Any
+    longest: int  # tokens of a sequence
+    sources: Mapping[str, PromptSource]
+    stack: ExitStack
 
-    def __init__(
-        self,
+    @classmethod
+    def make(
+        cls,
         config: Config,
         console: Console,
-        rewards: Callable[[Config], Iterable[str]] = lambda view: (),
+        rewards: RewardNames = lambda source: (),
         *,
         trains: bool = True,
-    ) -> None:
-        self.config = config.chosen(on_gpu=bool(visible_gpus()))
-        self.servers = Servers(self.config)
-        self.console = console
+    ) -> "Parts":
+        """Make what needs neither servers nor a trainer; `trains`: there will be a trainer."""
+        config = config.chosen(on_gpu=bool(visible_gpus()))
         with ExitStack() as stack:
-            self.calls = reward_calls(stack, self.config, rewards)  # their processes start meanwhile
+            calls = sources.reward_calls(stack, config, rewards)  # their processes start meanwhile
             # A server of its own examines the model for commands that only ask servers.
-            self.tokenizer = model_folder.examine(config.model) if trains else tokenizers.load(config.model.path)
-            longest = tokenizers.longest_sequence(config.model, self.config.trainer)
-            self.longest, _ = longest
-            views = self.config.views.items()
-            self.sources = {name: PromptSource(name, one, self.tokenizer, longest, console) for name, one in views}
-            self.stack = stack.pop_all()
+            tokenizer = model_folder.examine(config.model) if trains else tokenizers.load(config.model.path)
+            longest = tokenizers.longest_sequence(config.model, config.trainer)
+            by_name = {}
+            for name, settings in config.sources.items():
+                by_name[name] = PromptSource(settings, config, tokenizer, longest, console)
+            return cls(
+                config=config,
+                console=console,
+                servers=Servers(config),
+                calls=calls,
+                tokenizer=tokenizer,
+                longest=longest[0],
+                sources=by_name,
+                stack=stack.pop_all(),
+            )
 
     def __exit__(self, *exc_info: Any) -> None:
         self.stack.__exit__(*exc_info)
@@ -148,12 +196,8 @@ class Parts(AbstractContextManager["Parts"]):
         for calls in self.calls.values():
             await calls.set_up()
 
-    @property
-    def needed(self) -> int:
-        """Tokens of the longest training prompt and a completion."""
-        return max(source.needed for source in self.sources.values())
-
-    def trainer(self, saved: Saved | None = None) -> "Trainer":
+    def trainer(self, needed: int, saved: Saved | None = None) -> "Trainer":
+        """Make the trainer. Raise ConfigError where a micro-batch has less than `needed` tokens."""
         from hocket.trainer.state import SavedTensors
         from hocket.trainer.trainer import Trainer
 
@@ -161,41 +205,54 @@ class Parts(AbstractContextManager["Parts"]):
         trainer = self.stack.enter_context(Trainer(self.config))
         if saved:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
-        self.limit(trainer)
+        self.check_fits(needed, trainer)
         self.console.say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
         return trainer
 
-    def limit(self, trainer: "Trainer") -> None:
-        """Let no episode outgrow a micro-batch. Raise ConfigError where the first turn may."""
-        size = trainer.micro_batch_tokens + 1  # the last token is only predicted
-        self.longest = min(self.longest, size)
-        if size < self.needed and self.config.pipeline.replay is None:
+    def check_fits(self, needed: int, trainer: "Trainer") -> None:
+        """Raise ConfigError where the first turn of an episode may outgrow a micro-batch."""
+        size = self.longest_episode(trainer)
+        if size < needed and self.config.pipeline.replay is None:
+            fact = f"a prompt with its completion may have {needed} tokens, but {size} fit"
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
-            raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
+            raise ConfigError(f"{fact}: {advice}")
 
-    def load(self, *, compare: bool = True) -> tuple[dict[str, Prompts], list[Prompt], PromptStream]:
-        """Return the training prompts of each source, the held-out ones, and the stream that draws the former.
+    def longest_episode(self, trainer: "Trainer") -> int:
+        """Count the tokens that an episode may have in the model and in a micro-batch."""
+        return min(self.longest, trainer.micro_batch_tokens + 1)  # the last one is only predicted
 
-        Without `compare`, held-out ones are read only if they are to be left out of the former.
-        """
-        config = self.config
-        weights = {one.called: one.weight for one in config.data.sources if one.weight} or {"": 1.0}
-        shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-        prompts = {name: self.sources[name].training() for name in weights}
-        if config.data.sources:
-            for name, mine in prompts.items():
-                self.console.say(f"source {name}: {len(mine):,} prompts, {shares[name]:.1%} of the draws")
-        self._show(prompts)
-        held_out = []
-        if compare or config.data.exclude_overlap:
-            held_out = self.held_out()
-            tested = set[str]().union(*(source.tested for source in self.sources.values()))
-            prompts = unlike(prompts, tested, config.data.exclude_overlap, self.console.say)
-        streams = {name: self.sources[name].stream(mine, shares[name]) for name, mine in prompts.items()}
-        stream = next(iter(streams.values()))
-        if config.data.sources:
-            stream = MixedStream(streams, weights, config.trainer.seed)
-        return prompts, held_out, stream
+    def load(self, *, compare: bool = True) -> LoadedPrompts:
+        """Load the prompts; without `compare`, held-out ones only to leave them out of training."""
+        say = self.console.say
+        excludes = self.config.data.exclude_overlap
+        training = dict[str, Prompts]()
+        needed = 0
+        for name, source in self.sources.items():
+            if source.settings.weight:
+                training[name], longest = source.training()
+                needed = max(needed, longest)
+        weights = {name: self.sources[name].settings.weight for name in training}
+        total = sum(weights.values())
+        shares = {name: weight / total for name, weight in weights.items()}
+        if self.config.data.sources:
+            for name, prompts in training.items():
+                say(f"source {name}: {len(prompts):,} prompts, {shares[name]:.1%} of the draws")
+        self._show(training)
+
+        held_out: Sequence[Prompt] = ()
+        if compare or excludes:
+            evaluated = self.held_out()
+            held_out = evaluated.prompts
+            training = unlike(training, evaluated.keys, excludes, say)
+
+        streams = dict[str, PromptStream]()
+        for name, prompts in training.items():
+            streams[name] = self.sources[name].stream(prompts, shares[name])
+        if self.config.data.sources:
+            stream: PromptStream = MixedStream(streams, weights, self.config.trainer.seed)
+        else:
+            stream = streams[""]
+        return LoadedPrompts(training=training, held_out=held_out, stream=stream, needed=needed)
 
     def _show(self, prompts: Mapping[str, Prompts]) -> None:
         """Show the first prompts, and say what is odd about their number, and where answers end."""
@@ -215,17 +272,18 @@ class Parts(AbstractContextManager["Parts"]):
             seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
 
-    @property
-    def single_turns(self) -> bool:
-        return all(source.config.env.name == "single_turn" for source in self.sources.values())
+    def server_check(self, needed: int, trainer: "Trainer") -> Callable[[Health], None]:
+        """Make the check of a server, which must take the longest episode, or a single turn."""
+        envs = {source.settings.env.name for source in self.sources.values()}
+        length = needed if envs == {"single_turn"} else self.longest_episode(trainer)
+        return partial(self._check_server, length)
 
-    def check_server(self, health: Health) -> None:
+    def _check_server(self, length: int, health: Health) -> None:
         """Raise ServerError for a server that can't take this run's weights or prompts."""
         config = self.config
         model = config.model
         root = str(config.sync_root.resolve())
         reads_root = config.sync.transport != "nccl" and not config.sync.upload
-        length = self.needed if self.single_turns else self.longest
         rank = model.lora.rank if model.lora else 0
         # Without weights the path does not say it; the first version that is loaded does.
         kind = health.architecture if model.random_init else model_shapes(model.path).architecture
@@ -240,15 +298,20 @@ class Parts(AbstractContextManager["Parts"]):
                 differ = f"the server, of {health.model}, has the {what} {theirs}, this run {ours}"
                 raise ServerError(f"{differ}: start both with the same {setting}", code="other_model")
 
-    def held_out(self) -> list[Prompt]:
-        """Return the prompts of the evaluation; say so if there are none."""
-        found = [source.held_out() for source in self.sources.values()]
-        if not any(found) and self.config.eval.num_prompts:
+    def held_out(self) -> HeldOutPrompts:
+        """Load the prompts of the evaluation, those of all sources; say so if there are none."""
+        prompts: list[Prompt] = []
+        keys = set[str]()
+        for source in self.sources.values():
+            held_out = source.held_out()
+            prompts += held_out.prompts
+            keys.update(held_out.keys)
+        if not prompts and self.config.eval.num_prompts:
             self.console.say(f"nothing is evaluated: {NO_ROWS}")
-        return [*itertools.chain(*found)]
+        return HeldOutPrompts(prompts, keys)
 
     def scorer(self) -> RewardScorer:
-        return self._scorer(lambda view: view.rewards.functions)
+        return self._scorer(lambda source: source.rewards.functions)
 
     def rewards_here(self, source: str) -> tuple[list[str], list[str]]:
         """Return the rewards of a source that run on this machine, and the async ones, which may ask a service."""
@@ -256,29 +319,30 @@ class Parts(AbstractContextManager["Parts"]):
         here = [name for name, reward in rewards.items() if reward.runs != "async"]
         return here, [name for name in rewards if name not in here]
 
-    def _scorer(self, names: Callable[[Config], Iterable[str]]) -> RewardScorer:
-        scorers = {name: RewardScorer(self.calls[name], names(one.config)) for name, one in self.sources.items()}
+    def _scorer(self, names: RewardNames) -> RewardScorer:
+        scorers = {}
+        for name, source in self.sources.items():
+            scorers[name] = RewardScorer(self.calls[name], names(source.settings))
         if len(scorers) == 1:
             return next(iter(scorers.values()))
-        return EachScorer(scorers)
+        return sources.EachScorer(scorers)
 
-    def plays(self, servers: ServerPool) -> dict[str, Play]:
-        """Make each source's player of episodes."""
-        return {name: source.play(servers, self.longest) for name, source in self.sources.items()}
+    def plays(self, servers: ServerPool, longest: int) -> dict[str, Play]:
+        """Make each source's player of episodes, which end at `longest` tokens."""
+        return {name: source.play(servers, longest) for name, source in self.sources.items()}
 
-    def play(
-        self,
-        plays: Mapping[str, Play],
-        length: Callable[[PromptSource], int] = lambda source: source.config.rollout.max_tokens,
-    ) -> Play:
-        """Make one player for all sources: a prompt is played as its source plays it, up to the source's length."""
-        if len(plays) == 1:
-            (only,) = self.sources.values()
-            if length(only) == self.config.rollout.max_tokens:
-                return next(iter(plays.values()))
+    def play(self, plays: Mapping[str, Play]) -> Play:
+        """Make the player of training: a prompt is played as its source plays it."""
+        lengths = {name: source.settings.max_tokens for name, source in self.sources.items()}
+        return self._play(plays, lengths)
+
+    def _play(self, plays: Mapping[str, Play], lengths: Mapping[str, int]) -> Play:
+        """Look each prompt's player up by its source, and the tokens that an answer may have."""
+        if lengths == {"": self.config.rollout.max_tokens}:
+            return plays[""]  # nothing to look up
 
         async def play(prompt: Prompt, seat: Seat) -> Rollout:
-            sampling = seat.sampling.model_copy(update={"max_tokens": length(self.sources[prompt.source])})
+            sampling = seat.sampling.model_copy(update={"max_tokens": lengths[prompt.source]})
             return await plays[prompt.source](prompt, dataclasses.replace(seat, sampling=sampling))
 
         return play
@@ -304,11 +368,12 @@ class Parts(AbstractContextManager["Parts"]):
     def evaluation(self, prompts: Sequence[Prompt], plays: Mapping[str, Play]) -> Evaluation:
         config = self.config
         settings = config.eval
+        lengths = {name: source.settings.eval_max_tokens for name, source in self.sources.items()}
         return Evaluation(
             prompts=prompts,
-            play=self.play(plays, lambda source: source.eval_tokens),
-            scorer=self._scorer(lambda view: [view.eval_reward]),
-            rewards={name: source.config.eval_reward for name, source in self.sources.items()},
+            play=self._play(plays, lengths),
+            scorer=self._scorer(lambda source: [source.eval_reward]),
+            rewards={name: source.settings.eval_reward for name, source in self.sources.items()},
             samples=settings.samples,
             sampling=sampling_params(
                 config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=settings.temperature
@@ -318,27 +383,59 @@ class Parts(AbstractContextManager["Parts"]):
             max_error_rate=config.rewards.max_error_rate,
         )
 
-    def publisher(self, trainer: "Trainer", servers: ServerPool) -> Publisher:
-        """Choose the transport of the weights, by which the pool brings up servers."""
+    def publisher(
+        self,
+        trainer: "Trainer",
+        servers: ServerPool,
+        check_server: Callable[[Health], None],
+    ) -> Publisher:
+        """Choose the transport of the weights; it brings up the servers that pass the check."""
         config = self.config
-        say = self.console.say
         versions = Versions(config.run_dir, trainer)
-        by_disk = partial(DiskTransport, versions, config.sync_root, config.sync, say)
-        disk = by_disk()
-        publisher = Publisher(
-            versions=versions, pool=servers, transport=disk, max_logprob_gap=config.sync.max_logprob_gap
-        )
-        has_servers = config.pipeline.replay is None
-        if config.launch.share_gpu and has_servers:
-            disk.on_written = trainer.offload
-            publisher.trainer_turn = partial(shared_gpu, trainer, publisher, config.sync, config.model.lora is not None)
-        elif has_servers:
+        by_disk = partial(DiskTransport, versions, config.sync_root, config.sync, self.console.say)
+        transport: Transport
+        if config.pipeline.replay is not None:
+            transport = by_disk()  # to no server
+        elif config.launch.share_gpu:
+            transport = by_disk(on_written=trainer.offload)
+        else:
             sending = Sending(
-                config=config, trainer=trainer, versions=versions, disk=by_disk, say=say, at_end=self.stack.callback
+                config=config,
+                trainer=trainer,
+                versions=versions,
+                disk=by_disk,
+                say=self.console.say,
+                at_end=self.stack.callback,
             )
-            publisher.transport = chosen_transport(config.sync)(sending)
-        servers.bring_up = partial(publisher.bring_up, self.check_server)
+            transport = chosen_transport(config.sync)(sending)
+        publisher = Publisher(
+            versions=versions,
+            pool=servers,
+            transport=transport,
+            max_logprob_gap=config.sync.max_logprob_gap,
+        )
+        if config.launch.share_gpu:
+            keep = config.model.lora is not None  # new weights are adapters
+            publisher.trainer_turn = partial(shared_gpu, trainer, publisher, config.sync, keep)
+        servers.bring_up = partial(publisher.bring_up, check_server)
         return publisher
+
+    def join(self, joined: Joined, more: Sequence[RunPart]) -> list[RunPart]:
+        """Make the parts that join a run, and have all hear of its servers; `more` come last."""
+        run_parts: list[RunPart] = []
+        for part in joining(joined):
+            self.stack.callback(part.close)  # before the next one is made, which may fail
+            run_parts.append(part)
+        run_parts.extend(more)
+
+        def servers_changed() -> None:
+            for part in run_parts:
+                part.servers_changed()
+
+        joined.servers.on_change = servers_changed
+        joined.publisher.parts = run_parts
+        joined.checkpoints.after = [part.checkpointed for part in run_parts]
+        return run_parts
 
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:

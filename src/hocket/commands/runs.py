@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from hocket import run_part
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient, prompt_input
-from hocket.commands.parts import NO_ROWS, Parts, Servers
+from hocket.commands.parts import NO_ROWS, LoadedPrompts, Parts, Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
@@ -30,12 +30,12 @@ from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.rows import DAMAGED, rollout_of, write_rollouts
 from hocket.observe.run_folder import RunFolder, trainer_id
-from hocket.protocol import GenerateRequest, SamplingParams
+from hocket.protocol import GenerateRequest, Health, SamplingParams
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rewards.scores import agreement
 from hocket.rollout.collect import collect
 from hocket.rollout.transcript import Transcript
-from hocket.run_part import Joined, RunPart, joining
+from hocket.run_part import Joined, RunPart
 from hocket.sync.transports import chosen_transport
 from hocket.trainer import checkpoints
 from hocket.trainer import choices as trainer_choices
@@ -45,6 +45,7 @@ from hocket.types import Group, Metrics, Prompt, Rollout, Score
 if TYPE_CHECKING:
     from hocket.algorithm.samples import Shaped
     from hocket.loop import Run
+    from hocket.trainer.trainer import Trainer
 
 OnStep = Callable[[int, dict[str, float]], object] | None
 """Takes a step's number and metrics; True, or numpy's, ends the run."""
@@ -87,7 +88,8 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
                 refuse_missing(visible_gpus())
                 loggers.bound(config.observe.loggers)
                 with tasks.starting():
-                    parts = stack.enter_context(Parts(config, console, lambda view: view.reward_names))
+                    made = Parts.make(config, console, lambda source: source.reward_names)
+                    parts = stack.enter_context(made)
                     run_there(parts.set_up())
                     if dry_run:
                         _check(parts, saved, run_there)
@@ -98,7 +100,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
             return 0 if summary["updated"] else NO_UPDATE
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
-            stack.enter_context(Parts(config, console)).trainer()
+            stack.enter_context(Parts.make(config, console)).trainer(needed=0)
         return 0
 
 
@@ -106,10 +108,11 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
     """Make the parts of a run and try them, but change nothing."""
     config = parts.config
     say = parts.console.say
-    prompts, held_out, stream = parts.load()
-    say(f"{sum(map(len, prompts.values()))} prompts to train on, {len(held_out)} held out")
+    loaded = parts.load()
+    num_prompts = sum(len(prompts) for prompts in loaded.training.values())
+    say(f"{num_prompts} prompts to train on, {len(loaded.held_out)} held out")
     replay = parts.replay()
-    firsts = [mine[0] for mine in prompts.values()]
+    firsts = [prompts[0] for prompts in loaded.training.values()]
     failed = [prompt.id for prompt in firsts if run_there(_try_rewards(parts, prompt))]
     up: Sequence[str] = ()
     if replay is not None:
@@ -126,10 +129,11 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
                 engine_arguments(config)
     if up and config.launch.share_gpu:
         raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which needs it")
-    parts.trainer(saved)
+    trainer = parts.trainer(loaded.needed, saved)
     if saved:
-        stream.restore(saved.parts["prompts"])
-    run_there(_try_servers(parts, up, firsts[0]))
+        loaded.stream.restore(saved.parts["prompts"])
+    check_server = parts.server_check(loaded.needed, trainer)
+    run_there(_try_servers(parts, up, firsts[0], check_server))
     if failed:
         advice = f"mend the reward, or try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
         raise RewardError(f"the answer of {failed[0]} has no score, as said above; {advice}")
@@ -156,7 +160,9 @@ async def _try_rewards(parts: Parts, prompt: Prompt) -> bool:
     return score.error is not None
 
 
-async def _try_servers(parts: Parts, urls: Sequence[str], prompt: Prompt) -> None:
+async def _try_servers(
+    parts: Parts, urls: Sequence[str], prompt: Prompt, check_server: Callable[[Health], None]
+) -> None:
     """Compare servers with this run, and have each sample a token."""
     config = parts.config
     sampling = SamplingParams(max_tokens=1, seed=1)
@@ -165,7 +171,7 @@ async def _try_servers(parts: Parts, urls: Sequence[str], prompt: Prompt) -> Non
     request = GenerateRequest(prompts=[asked], sampling=sampling, tools=next(filter(None, toolboxes), None))
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
-            parts.check_server(await server.health())
+            check_server(await server.health())
             await server.ask(request, timeout_s=config.rollout.timeout_s)
             parts.console.say(f"server {url} has the same model and tokenizer, and answers")
 
@@ -189,42 +195,26 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
     """Bring the parts together; first those whose faults show without server and trainer."""
     config = parts.config
     console = parts.console
-    prompts, held_out, stream = parts.load()
+    loaded = parts.load()
     replay = parts.replay()
     folder = parts.stack.enter_context(RunFolder(config, console.say))
     for change in folder.changed_plugins:
         console.say(change)
 
-    # A server that shares this GPU allocates its memory before the trainer does.
-    waiting: Callable[..., None] = console.doing
-    if serve and not replay and not run_there(parts.servers.answer()):
-        waiting = parts.own_server([f"{config.run_dir}/config.yaml"])
-    run_there(parts.servers.clear_gpu(on_wait=waiting, say=console.say))
-    trainer = parts.trainer(saved)  # before records behind the checkpoint are cut off
+    trainer, servers = _trainer_and_servers(parts, loaded, saved, serve, run_there)
+    publisher = parts.publisher(trainer, servers, parts.server_check(loaded.needed, trainer))
     from hocket.algorithm.samples import KlController
     from hocket.loop import Run
 
-    servers = ServerPool(())
-    if not replay:
-        servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
-    publisher = parts.publisher(trainer, servers)
-
-    # What a checkpoint keeps beside the trainer's state.
     kl = KlController(config.algorithm)
-    kept: dict[str, checkpoints.Resumable] = {
-        "prompts": stream,
-        "kl": kl,
-        "sync": publisher.versions,
-        "recorder": folder,
-    }
-    last = 0
-    if saved:
-        saved.restore(kept)
-        last = saved.step
-    elif not replay:
-        folder.ledger(0, [*stream.sizes(), *stream.entries()])
-    copied: list[Callable[[Path], None]] = []  # called with each complete checkpoint
-    keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=copied))
+    keeper = _checkpoints(
+        parts,
+        saved,
+        trainer,
+        {"prompts": loaded.stream, "kl": kl, "sync": publisher.versions, "recorder": folder},
+    )
+    if not (saved or replay):
+        folder.ledger(0, [*loaded.stream.sizes(), *loaded.stream.entries()])
 
     joined = Joined(
         config=config,
@@ -232,23 +222,22 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         servers=servers,
         trainer=trainer,
         publisher=publisher,
-        prompts=next(iter(prompts.values())),
+        prompts=next(iter(loaded.training.values())),
         checkpoints=keeper,
         console=console,
     )
-    run_parts = _join(joined, parts.stack, on_step)
-    copied += [part.checkpointed for part in run_parts]
-    plays = parts.plays(servers)
+    run_parts = parts.join(joined, [] if on_step is None else [OnStepPart(on_step)])
+    plays = parts.plays(servers, parts.longest_episode(trainer))
     return Run(
         config=config,
         trainer=trainer,
         servers=servers,
-        stream=stream,
+        stream=loaded.stream,
         play=parts.play(plays),
         scorer=parts.scorer(),
         shape=_shape(config),
         batches=parts.pipeline if replay is None else lambda new_batch: nullcontext(replay),
-        evaluation=parts.evaluation(() if replay else held_out, plays),
+        evaluation=parts.evaluation(() if replay else loaded.held_out, plays),
         publisher=publisher,
         kl=kl,
         folder=folder,
@@ -258,36 +247,47 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
     )
 
 
-def _join(joined: Joined, stack: ExitStack, on_step: OnStep) -> list[RunPart]:
-    """Make the parts that join a run; the stack closes them."""
-    run_parts: list[RunPart] = []
-    for part in joining(joined):
-        stack.callback(part.close)  # before the next one is made, which may fail
-        run_parts.append(part)
-    if on_step is not None:
-        run_parts.append(OnStepPart(on_step))
+def _trainer_and_servers(
+    parts: Parts, loaded: LoadedPrompts, saved: Saved | None, serve: bool, run_there: RunThere
+) -> "tuple[Trainer, ServerPool]":
+    """Load the trainer, from a checkpoint if there is one; make the pool, empty for a replay."""
+    config = parts.config
+    console = parts.console
+    is_replay = config.pipeline.replay is not None
+    # A server that shares this GPU allocates its memory before the trainer does.
+    waiting: Callable[..., None] = console.doing
+    if serve and not is_replay and not run_there(parts.servers.answer()):
+        waiting = parts.own_server([f"{config.run_dir}/config.yaml"])
+    run_there(parts.servers.clear_gpu(on_wait=waiting, say=console.say))
+    # This may fail: it comes before records behind the checkpoint are cut off.
+    trainer = parts.trainer(loaded.needed, saved)
+    if is_replay:
+        return trainer, ServerPool(())
+    return trainer, parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
 
-    def servers_changed() -> None:
-        for part in run_parts:
-            part.servers_changed()
 
-    joined.servers.on_change = servers_changed
-    joined.publisher.parts = run_parts
-    return run_parts
+def _checkpoints(
+    parts: Parts, saved: Saved | None, trainer: "Trainer", kept: Mapping[str, checkpoints.Resumable]
+) -> Checkpoints:
+    """Restore what a checkpoint kept beside the trainer's state, and make what writes the next."""
+    last = 0
+    if saved:
+        saved.restore(kept)
+        last = saved.step
+    return parts.stack.enter_context(Checkpoints(parts.config, trainer.state, kept, last=last))
 
 
 def _shape(config: Config) -> "Callable[[Group], Shaped]":
+    """Make what shapes a group's rewards for training, by the settings of the group's source."""
     from hocket.algorithm.samples import shape
 
-    def rules(view: Config) -> tuple[int, float, str]:
-        return view.rollout.max_tokens, view.rewards.spec("env").weight, view.pass_reward
-
-    of_run = rules(config)
-    of_source = {name: rules(view) for name, view in config.views.items()}
+    sources = config.sources
+    default = config.default_source  # a replay may be of other sources
 
     def shaped(group: Group) -> "Shaped":
-        max_tokens, env_weight, pass_reward = of_source.get(group.source, of_run)  # a replay may be of other sources
-        return shape(group, config.algorithm, max_tokens, env_weight, pass_reward)
+        source = sources.get(group.source, default)
+        env_weight = source.rewards.spec("env").weight
+        return shape(group, config.algorithm, source.max_tokens, env_weight, source.pass_reward)
 
     return shaped
 
@@ -319,8 +319,9 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
-        parts = stack.enter_context(Parts(config, console, lambda view: [view.eval_reward], trains=False))
-        held_out = parts.held_out()
+        made = Parts.make(config, console, lambda source: [source.eval_reward], trains=False)
+        parts = stack.enter_context(made)
+        held_out = parts.held_out().prompts
         if not held_out:
             raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")
 
@@ -328,7 +329,8 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             await parts.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {len(held_out)} prompts")
-                metrics, groups = await parts.evaluation(held_out, parts.plays(servers)).run("eval")
+                evaluation = parts.evaluation(held_out, parts.plays(servers, parts.longest))
+                metrics, groups = await evaluation.run("eval")
             path = write_rollouts(config.run_dir, "eval", groups)
             console.say(f"completions and their scores: {path}")
             return metrics
@@ -343,15 +345,15 @@ def roll_out(arguments: Sequence[str]) -> None:
     with (
         Console(config.trainer.steps) as console,
         owning(config.run_dir, console.say, wait=False),
-        Parts(config, console, lambda view: view.rewards.functions, trains=False) as parts,
+        Parts.make(config, console, lambda source: source.rewards.functions, trains=False) as parts,
     ):
         checkpoints.make_room(config.run_dir, console.say)
-        _, _, stream = parts.load(compare=False)
+        stream = parts.load(compare=False).stream
 
         async def run() -> None:
             await parts.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
-                play = parts.play(parts.plays(servers))
+                play = parts.play(parts.plays(servers, parts.longest))
                 scorer = parts.scorer()
                 async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
                     for step in range(1, config.trainer.steps + 1):

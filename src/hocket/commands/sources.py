@@ -1,12 +1,17 @@
-"""The sources of a run's prompts, one without data.sources: each has its own rows, players and rewards."""
+"""The sources of a run's prompts: each has its own rows, players and rewards.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+A run without data.sources has one, of name "". A prompt names its source, `Prompt.source`: what
+plays, scores or trains on it looks the source up by that.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from hocket.client.batcher import Batcher
 from hocket.client.pool import ServerPool
-from hocket.config import Config, DataConfig
+from hocket.config import Config, DataConfig, SourceSettings
 from hocket.data.curriculum import bind
 from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts, renderer_of
@@ -24,17 +29,24 @@ from hocket.types import Message, Prompt, Rollout, Score
 ANSWERED = "0123456789"  # what a made-up message says
 
 
-def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Iterable[str]]) -> dict[str, RewardCalls]:
+RewardNames = Callable[[SourceSettings], Iterable[str]]
+"""Lists the rewards of a source that a command calls."""
+
+
+def reward_calls(stack: ExitStack, config: Config, names: RewardNames) -> dict[str, RewardCalls]:
     """Make the callers of the rewards that `names` lists for each source; sources with equal ones share a caller."""
-    made = dict[str, RewardCalls]()
-    found = dict[str, RewardCalls]()
-    for source, view in config.views.items():
+    by_rewards = dict[str, RewardCalls]()
+    by_source = dict[str, RewardCalls]()
+    for name, source in config.sources.items():
         # eval.reward may be one of the run's that the source does not train on
-        known = view.rewards.model_copy(update={"functions": config.rewards.functions | view.rewards.functions})
-        asked = (*names(view),)
-        same = f"{asked}{known.model_dump_json()}"
-        found[source] = made[same] = made.get(same) or stack.enter_context(RewardCalls(known, asked))
-    return found
+        functions = config.rewards.functions | source.rewards.functions
+        rewards = source.rewards.model_copy(update={"functions": functions})
+        called = tuple(names(source))
+        key = f"{called}{rewards.model_dump_json()}"
+        if key not in by_rewards:
+            by_rewards[key] = stack.enter_context(RewardCalls(rewards, called))
+        by_source[name] = by_rewards[key]
+    return by_source
 
 
 def _refuse_unanswered(data: DataConfig, rewards: Iterable[str]) -> None:
@@ -44,35 +56,48 @@ def _refuse_unanswered(data: DataConfig, rewards: Iterable[str]) -> None:
             raise ConfigError(f"reward {name} takes the answer, but {data.section}.answer_column=null: {advice}")
 
 
-class PromptSource:
-    """Prompts, and how they are played."""
+@dataclasses.dataclass(frozen=True)
+class HeldOutPrompts:
+    prompts: Sequence[Prompt]  # to evaluate, maybe none
+    keys: Collection[str]  # also of those beyond eval.num_prompts
 
-    def __init__(self, name: str, config: Config, tokenizer: Any, longest: tuple[int, str], console: Console) -> None:
-        self.name = name
-        self.config = config  # of the run, as this source has it
+
+class PromptSource:
+    """Makes a source's prompts, their stream and their player; nothing changes it."""
+
+    def __init__(
+        self,
+        settings: SourceSettings,
+        config: Config,
+        tokenizer: Any,
+        longest: tuple[int, str],
+        console: Console,
+    ) -> None:
+        self.settings = settings
+        self._config = config  # of the run
         self._tokenizer = tokenizer
         self._longest, self._limit = longest  # tokens of a sequence, and what allows no more
         self._console = console
-        self._environment = environments.bind(config.env.name, config.env.model_extra)
+        env = settings.env
+        self._environment = environments.bind(env.name, env.model_extra)
         self.example = self._environment()  # has what all of them have
         is_replay = config.pipeline.replay is not None  # which has the scores
-        if "env" in config.reward_names and not type(self.example).gives_reward and not is_replay:
+        if "env" in settings.reward_names and not type(self.example).gives_reward and not is_replay:
             advice = "name another reward in rewards.functions and eval.reward, or an environment that gives one"
-            raise ConfigError(f"the reward env has no value, as env.name={config.env.name} gives none: {advice}")
-        self.needed = 0  # tokens of the longest training prompt and a completion
-        self.tested = set[str]()  # keys of held-out prompts, also of those beyond eval.num_prompts
+            fact = f"the reward env has no value, as env.name={env.name} gives none"
+            raise ConfigError(f"{fact}: {advice}")
 
     @property
     def _tools(self) -> Sequence[Mapping[str, Any]]:
         return self.example.toolbox.tools if self.example.toolbox else ()
 
-    def training(self) -> Prompts:
-        """Return the training prompts."""
-        _refuse_unanswered(self.config.data, self.config.rewards.functions)
-        answer = self.config.rollout.max_tokens
-        prompts, length = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
-        self.needed = length + self.example.thinking_tokens + answer
-        return prompts
+    def training(self) -> tuple[Prompts, int]:
+        """Load the training prompts, and count the tokens of the longest one with a completion."""
+        settings = self.settings
+        _refuse_unanswered(settings.data, settings.rewards.functions)
+        answer = settings.max_tokens
+        prompts, length = self._fitting("train", settings.data, "rollout.max_tokens", answer)
+        return prompts, length + self.example.thinking_tokens + answer
 
     def _check_turns(self, data: DataConfig) -> None:
         """Check that the chat template shows the model's next turn what it said before, and what it was answered.
@@ -80,7 +105,7 @@ class PromptSource:
         Raise DataError where the results of tools can't be shown. Other environments may answer with text, which needs
         no template: where messages can't be shown, say so.
         """
-        env = self.config.env
+        env = self.settings.env
         if env.max_turns == 1 or isinstance(self.example, environments.SingleTurn):
             return
         if self._tools:
@@ -107,21 +132,16 @@ class PromptSource:
             return str(error)
         return "" if ANSWERED in shown else f"the chat template leaves out messages of the role {answer['role']}"
 
-    def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts of the evaluation, maybe none."""
-        data = self.config.held_out_data
-        settings = self.config.eval
+    def held_out(self) -> HeldOutPrompts:
+        """Load the prompts of the evaluation."""
+        data = self.settings.held_out
         if data is None:
-            return ()
-        _refuse_unanswered(data, [self.config.eval_reward])
-        setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
-        prompts, _ = self._fitting("eval", data, setting, self.eval_tokens)
-        self.tested |= {*prompts.keys()}
-        return prompts[: settings.num_prompts]
-
-    @property
-    def eval_tokens(self) -> int:
-        return self.config.eval.max_tokens or self.config.rollout.max_tokens
+            return HeldOutPrompts((), ())
+        _refuse_unanswered(data, [self.settings.eval_reward])
+        evaluation = self._config.eval
+        setting = "rollout.max_tokens" if evaluation.max_tokens is None else "eval.max_tokens"
+        prompts, _ = self._fitting("eval", data, setting, self.settings.eval_max_tokens)
+        return HeldOutPrompts(prompts[: evaluation.num_prompts], prompts.keys())
 
     def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts, int]:
         """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
@@ -134,7 +154,11 @@ class PromptSource:
             raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {limit}: lower it, or raise that")
         most = min(room, data.max_prompt_tokens or room)
         prompts, lengths = load_prompts(
-            data, self._tokenizer, max_prompt_tokens=most, tools=self._tools, source=self.name
+            data,
+            self._tokenizer,
+            max_prompt_tokens=most,
+            tools=self._tools,
+            source=self.settings.name,
         )
         if len(prompts) < len(lengths):
             fits = self._longest - thought - max(lengths)
@@ -152,17 +176,18 @@ class PromptSource:
 
     def stream(self, prompts: Prompts, share: float) -> PromptStream:
         """Return a stream that has this share of the draws."""
-        config = self.config
+        curriculum = self.settings.curriculum
         return PromptStream(
             prompts,
-            bind(config.curriculum),
-            seed=config.trainer.seed,
-            retire_after=config.curriculum.retire_after,
-            prompts_per_step=config.rollout.prompts_per_step * share,
+            bind(curriculum),
+            seed=self._config.trainer.seed,
+            retire_after=curriculum.retire_after,
+            prompts_per_step=self._config.rollout.prompts_per_step * share,
         )
 
     def play(self, servers: ServerPool, longest: int) -> Play:
-        env = self.config.env
+        """Make the player of its episodes, which end at `longest` tokens."""
+        env = self.settings.env
         limits = Limits(
             max_turns=env.max_turns,
             max_length=longest,
@@ -170,18 +195,23 @@ class PromptSource:
             history=None if env.history == "keep" else environments.HISTORIES.get(env.history, "env.history: "),
         )
         ask = Batcher(servers, tools=self.example.toolbox).ask
-        renderer = renderer_of(self.config.data, self._tokenizer, self._tools)
+        renderer = renderer_of(self.settings.data, self._tokenizer, self._tools)
         return player(self._environment, servers, ask, renderer, limits)
 
 
 class EachScorer(RewardScorer):
-    """Scores a rollout as its source does."""
+    """Scores a rollout by the rewards of its source."""
 
-    def __init__(self, of: Mapping[str, RewardScorer]) -> None:
-        self._of = of
+    def __init__(self, scorers: Mapping[str, RewardScorer]) -> None:
+        self._scorers = scorers  # by source
 
     async def ask(self, rollout: Rollout) -> dict[str, Score]:
-        return await self._of[rollout.prompt.source].ask(rollout)
+        return await self._scorers[rollout.prompt.source].ask(rollout)
 
-    async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
-        return await self._of[rollouts[0].prompt.source].settle(rollouts, given)
+    async def settle(
+        self,
+        rollouts: Sequence[Rollout],
+        values: Sequence[Mapping[str, Score]],
+    ) -> tuple[Score, ...]:
+        source = rollouts[0].prompt.source  # a group is of one prompt
+        return await self._scorers[source].settle(rollouts, values)

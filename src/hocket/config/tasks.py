@@ -1,5 +1,6 @@
 """The sections of what is asked, and how it is played and judged: data, curriculum, env, rewards, eval."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -129,6 +130,20 @@ class HeldOutConfig(DataConfig):
     split: str = "test"
     """As in section data."""
 
+    def with_rest_of(self, data: DataConfig) -> "HeldOutConfig | None":
+        """Take from `data` what is not set here; None where no other rows are named."""
+        is_set = self.model_fields_set
+        has_split = data.kind != ""
+        if data.kind == "hf":
+            folder = Path(data.source.removeprefix("hf:")).expanduser()
+            is_saved = folder.joinpath("state.json").is_file()  # by datasets, without splits
+            has_split = not is_saved and "split" in is_set
+        names_rows = "source" in is_set or (has_split and self.split != data.split)
+        if not names_rows:
+            return None
+        rest = DataConfig.model_fields.keys() - is_set - {"split", "limit"}
+        return self.model_copy(update={name: getattr(data, name) for name in rest})
+
 
 class EvalConfig(Section):
     data: HeldOutConfig = HeldOutConfig()
@@ -154,7 +169,7 @@ class EvalConfig(Section):
 
 
 class SourceConfig(DataConfig):
-    """A source of a mixture: what it does not say it has from the run's sections."""
+    """An entry of data.sources as it is written; what it leaves out is in the run's sections."""
 
     name: str = ""  # default: of its file, data set or task
     weight: float = Field(1.0, ge=0)  # share of the draws, in relation to the others'
@@ -168,6 +183,35 @@ class SourceConfig(DataConfig):
     def called(self) -> str:
         rows = self.source if "source" in self.model_fields_set else self.held_out.source
         return self.name or re.sub(r"[^\w-]+", "_", re.split("[:/]", rows)[-1].partition(".")[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """All settings that may differ between sources; `Prompt.source` names that of a prompt.
+
+    Example: config.sources[prompt.source].max_tokens
+    """
+
+    name: str  # "" in a run without data.sources
+    weight: float  # share of the draws, in relation to the others'; 0: only evaluated
+    data: DataConfig
+    env: EnvConfig
+    curriculum: CurriculumConfig
+    rewards: RewardsConfig
+    max_tokens: int  # of an answer
+    held_out: HeldOutConfig | None  # rows of its evaluation; None without
+    eval_max_tokens: int
+    eval_reward: str
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        return (*self.rewards.functions, self.eval_reward)
+
+    @property
+    def pass_reward(self) -> str:
+        """Reward whose mean is the pass rate of a prompt: eval.reward if trained, else the first."""
+        is_trained = self.eval_reward in self.rewards.functions
+        return self.eval_reward if is_trained else self.rewards.first
 
 
 class TrainingDataConfig(DataConfig):
@@ -192,7 +236,8 @@ class TrainingDataConfig(DataConfig):
             raise ValueError("no source has a weight above 0: give one to train on")
 
     def of(self, source: SourceConfig) -> "TrainingDataConfig":
-        """Return the section as a source has it."""
-        given = DataConfig.model_fields.keys() & source.model_fields_set
-        own = {name: getattr(source, name) for name in given}
-        return self.model_copy(update={"sources": (), **own})
+        """Put what a source sets of this section in place of what stands here."""
+        changed: dict[str, Any] = {"sources": ()}
+        for name in DataConfig.model_fields.keys() & source.model_fields_set:
+            changed[name] = getattr(source, name)
+        return self.model_copy(update=changed)

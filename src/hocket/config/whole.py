@@ -66,31 +66,43 @@ class Config(Section):
             check(self)
 
     @property
-    def views(self) -> "dict[str, Config]":
-        """The run as each of data.sources has it, by name; without them the run itself, of name ""."""
-        return {one.called: self._view(one) for one in self.data.sources} or {"": self}
+    def sources(self) -> dict[str, tasks.SourceSettings]:
+        """The settings of each source, by name; without data.sources there is one, of name ""."""
+        if not self.data.sources:
+            return {"": self.default_source}
+        return {entry.called: self._source(entry.called, entry) for entry in self.data.sources}
 
-    def _view(self, source: tasks.SourceConfig) -> "Config":
-        functions = source.rewards or self.rewards.functions
-        max_tokens = source.max_tokens or self.rollout.max_tokens
-        return self.model_copy(
-            update={
-                "data": self.data.of(source),
-                "eval": self.eval.model_copy(update={"data": source.held_out}),
-                "env": source.env or self.env,
-                "curriculum": source.curriculum or self.curriculum,
-                "rewards": self.rewards.model_copy(update={"functions": functions}),
-                "rollout": self.rollout.model_copy(update={"max_tokens": max_tokens}),
-            }
+    @property
+    def default_source(self) -> tasks.SourceSettings:
+        """What a source has that sets nothing by itself."""
+        return self._source("", tasks.SourceConfig(held_out=self.eval.data))
+
+    def _source(self, name: str, entry: tasks.SourceConfig) -> tasks.SourceSettings:
+        data = self.data.of(entry)
+        rewards = self.rewards
+        if entry.rewards is not None:
+            rewards = rewards.model_copy(update={"functions": entry.rewards})
+        max_tokens = entry.max_tokens or self.rollout.max_tokens
+        return tasks.SourceSettings(
+            name=name,
+            weight=entry.weight,
+            data=data,
+            env=entry.env or self.env,
+            curriculum=entry.curriculum or self.curriculum,
+            rewards=rewards,
+            max_tokens=max_tokens,
+            held_out=entry.held_out.with_rest_of(data) if self.eval.num_prompts else None,
+            eval_max_tokens=self.eval.max_tokens or max_tokens,
+            eval_reward=self.eval.reward or rewards.first,
         )
 
     @property
     def sole_rewards(self) -> tasks.RewardsConfig:
         """The rewards of every source. Raise ConfigError where one has others."""
-        for name, view in self.views.items():
-            if view.rewards != self.rewards:
-                what = f"the source {name} has rewards of its own"
-                raise ConfigError(f"{what}: add data.sources=[], and these as rewards.functions")
+        for name, source in self.sources.items():
+            if source.rewards != self.rewards:
+                fact = f"the source {name} has rewards of its own"
+                raise ConfigError(f"{fact}: add data.sources=[], and these as rewards.functions")
         return self.rewards
 
     def refuse_outside(self) -> None:
@@ -135,35 +147,6 @@ class Config(Section):
     @property
     def sync_root(self) -> Path:
         return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
-
-    @property
-    def held_out_data(self) -> tasks.HeldOutConfig | None:
-        """Section eval.data, filled from data; None without an evaluation or held-out rows."""
-        own = self.eval.data
-        data = self.data
-        given = own.model_fields_set
-        has_split = data.kind != ""
-        if data.kind == "hf":
-            is_saved = Path(data.source.removeprefix("hf:")).expanduser().joinpath("state.json").is_file()  # has none
-            has_split = not is_saved and "split" in given
-        is_other = "source" in given or (has_split and own.split != data.split)
-        if data.sources or not (is_other and self.eval.num_prompts):
-            return None
-        shared = tasks.DataConfig.model_fields.keys() - given - {"split", "limit"}
-        return own.model_copy(update={name: getattr(data, name) for name in shared})
-
-    @property
-    def eval_reward(self) -> str:
-        return self.eval.reward or self.rewards.first
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        return (*self.rewards.functions, self.eval_reward)
-
-    @property
-    def pass_reward(self) -> str:
-        """Reward whose mean is a prompt's pass rate: eval.reward if it is trained, else the first."""
-        return self.eval.reward if self.eval.reward in self.rewards.functions else self.rewards.first
 
     @property
     def gpus_apart(self) -> bool:
@@ -219,45 +202,46 @@ def _check_reference(config: Config) -> None:
 def _check_sources(config: Config) -> None:
     if config.data.sources and config.eval.data.model_fields_set:
         raise ValueError("eval.data beside data.sources: each of these has its own held_out")
-    for name, view in config.views.items():
+    for name, source in config.sources.items():
         try:
             for check in OF_EACH_SOURCE:
-                check(view)
+                check(config, source)
         except ValueError as error:
             raise ValueError(f"data.sources, {name}: {error}" if name else str(error)) from error
 
 
-def _check_thinking(view: Config) -> None:
-    share = view.algorithm.overlong_share
-    if share and (view.env.model_extra or {}).get("thinking_tokens"):
+def _check_thinking(config: Config, source: tasks.SourceSettings) -> None:
+    share = config.algorithm.overlong_share
+    if share and (source.env.model_extra or {}).get("thinking_tokens"):
         raise ValueError(
             f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
         )
 
 
-def _check_credit(view: Config) -> None:
-    env = view.rewards.functions.get("env")
-    if env is None and view.env.name == "tools":
+def _check_credit(config: Config, source: tasks.SourceSettings) -> None:
+    env = source.rewards.functions.get("env")
+    if env is None and source.env.name == "tools":
         return  # no turn has a reward: credit is of what other rewards make of all
     is_changed = env is None or env.gate or env.clip or env.normalize
-    if view.algorithm.by_turn and is_changed:
+    if config.algorithm.by_turn and is_changed:
         needed = "rewards of turns as they are given: add rewards.functions.env, with a weight alone"
-        raise ValueError(f"algorithm.credit={view.algorithm.credit} needs {needed}")
+        raise ValueError(f"algorithm.credit={config.algorithm.credit} needs {needed}")
 
 
-def _check_held_out(view: Config) -> None:
-    if view.held_out_data is not None:
-        try:
-            view.held_out_data.refuse()
-        except ValueError as error:
-            raise ValueError(f"eval.data: {error}") from error
+def _check_held_out(config: Config, source: tasks.SourceSettings) -> None:
+    if source.held_out is None:
+        return
+    try:
+        source.held_out.refuse()
+    except ValueError as error:
+        raise ValueError(f"eval.data: {error}") from error
 
 
 def _check_best(config: Config) -> None:
     """Raise ValueError unless checkpoint.best names a metric of the evaluation."""
     if config.checkpoint.best is None:
         return
-    sets = [name for name, view in config.views.items() if view.held_out_data]
+    sets = [name for name, source in config.sources.items() if source.held_out]
     if not sets:
         raise ValueError("checkpoint.best needs held-out rows: set eval.data, or held_out of data.sources")
     means = ["greedy"]
@@ -336,4 +320,8 @@ CHECKS: Sequence[Callable[[Config], None]] = (
     _check_share_gpu,
     _check_token,
 )
-OF_EACH_SOURCE: Sequence[Callable[[Config], None]] = (_check_thinking, _check_credit, _check_held_out)
+OF_EACH_SOURCE: Sequence[Callable[[Config, tasks.SourceSettings], None]] = (
+    _check_thinking,
+    _check_credit,
+    _check_held_out,
+)

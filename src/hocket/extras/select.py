@@ -80,7 +80,7 @@ def _read(run: Path) -> tuple[Config, Mapping[str, RolloutRow], list[RolloutRow]
     """
     config = load(run / "config.yaml", [])
     load_plugins(config.plugins)
-    envs = {name: one.env for name, one in config.views.items()}
+    envs = {name: source.env for name, source in config.sources.items()}
     made = {name: environments.bind(env.name, env.model_extra)() for name, env in envs.items()}
     chats = {name: one for name, one in made.items() if one.keeps_messages}
     if not chats:

@@ -202,7 +202,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.kept = 0
         self._interrupted = False
         self._signals = ExitStack()
-        self._after = after
+        self.after = after
         self._copied: Mapping[str, Any] | None = None  # the trainer's state, until it is in a checkpoint
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._specs: dict[str, TensorSpec] = {}  # of those that are written
@@ -287,7 +287,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             (partial / STATE_FILE).write_text(text, encoding="utf-8")
             (partial / COMPLETE_FILE).write_text(manifest.total_checksum(self._specs, text), encoding="utf-8")
             complete_folder(self._folder)
-        self._passed += [self._later.submit(one, self._folder) for one in self._after]
+        self._passed += [self._later.submit(one, self._folder) for one in self.after]
         self._later.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
 
     def _tidy(self, newest: Path, kept: str) -> None:

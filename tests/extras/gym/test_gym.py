@@ -30,7 +30,7 @@ def rows(task: str, *settings: str) -> list[dict[str, Any]]:
 
 
 def test_a_task_is_held_out_by_its_split() -> None:
-    held_out = config("lcm", "data.options={min_value: 3}").held_out_data
+    held_out = config("lcm", "data.options={min_value: 3}").default_source.held_out
     assert held_out is not None
     assert (held_out.source, held_out.split, held_out.options) == ("gym:lcm", "test", {"min_value": 3})
 

@@ -76,7 +76,7 @@ class TestWithThePackage:
 
     def test_rows_are_those_of_its_data_set_and_of_the_one_for_evaluation(self) -> None:
         config = load(None, self.source("sort"))
-        held_out = config.held_out_data
+        held_out = config.default_source.held_out
         assert held_out is not None
         train, test = ([columns for _, columns in read_rows(data)] for data in (config.data, held_out))
         assert len(train) == len(test) == 9

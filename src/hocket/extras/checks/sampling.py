@@ -6,6 +6,7 @@ measures both on its way, of what it trains on; of all prompts, a lot is compare
 """
 
 import dataclasses
+import itertools
 import math
 import random
 from array import array
@@ -139,7 +140,9 @@ def checks(run: Joined) -> RunPart:
     if not config.sync.check_share or config.pipeline.replay is not None:
         return proof
     # An answer's tokens have a say in whether it is trained, or in the rewards of those before it.
-    of_group = any(REWARDS.get(name).of_group for view in config.views.values() for name in view.rewards.functions)
+    sources = config.sources.values()
+    names = itertools.chain.from_iterable(source.rewards.functions for source in sources)
+    of_group = any(REWARDS.get(name).of_group for name in names)
     temperature = config.rollout.temperature
     check = SamplingCheck(
         proof,
@@ -150,7 +153,8 @@ def checks(run: Joined) -> RunPart:
         history=run.folder.history,
         fair=not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group),
     )
-    if all(view.env.name == "single_turn" for view in config.views.values()):  # others' turns end in other ways, too
+    # Turns of other environments end in other ways, too.
+    if all(source.env.name == "single_turn" for source in sources):
         ends = tokenizers.end_ids(config.model.path, run.trainer.tokenizer)
         decode = run.trainer.tokenizer.decode
         check.claim = partial(contradiction, decode=decode, ends=ends, stop=config.rollout.stop)

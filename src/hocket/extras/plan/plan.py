@@ -119,9 +119,10 @@ class Needs:
         free = self.room - (rank.total - rank.activations)
         self.largest_micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))  # tokens that fit
         self._prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
-        limits = [view.rollout.max_tokens for view in config.views.values()]
+        limits = [source.max_tokens for source in config.sources.values()]
+        weights = [source.weight for source in config.sources.values()]
         self._longest = max(limits)
-        self._length = LENGTH * statistics.fmean(limits, [one.weight for one in config.data.sources] or None)
+        self._length = LENGTH * statistics.fmean(limits, weights)
         if config.trainer.micro_batch_tokens == "auto":  # at least one sequence
             tokens = min(8192, max(self.largest_micro_batch, objective.unit * (self._prompt + self._longest)))
             rank = rank._replace(activations=per_token * tokens)

@@ -235,7 +235,7 @@ def _load(stage: Stage, config: Config, *, uses_logits: bool) -> tuple[list[Unit
     tokenizer = model_folder.examine(config.model, head="logits" if uses_logits else None)
     longest = tokenizers.context_length(config.model)
     rows = stage.load(config.data, tokenizer, longest)
-    data = config.held_out_data
+    data = config.default_source.held_out
     if data is None:
         return rows, []
     limit = min(config.eval.num_prompts, data.limit or config.eval.num_prompts)
