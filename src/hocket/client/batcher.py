@@ -18,7 +18,14 @@ from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, ServerPool
 from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import note
 from hocket.errors import ErrorOutcome, ServerError
-from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
+from hocket.protocol import (
+    MAX_PROMPTS,
+    MAX_SAMPLES,
+    Completion,
+    GenerateRequest,
+    SamplingParams,
+    Toolbox,
+)
 from hocket.types import Image, TokenIds
 
 WINDOW_S = 0.002  # for which turns wait for company
@@ -105,7 +112,9 @@ class Batcher:
         fewest = min((self._requests[member] for member in self._pool.up), default=0)
         return WINDOW_S * 2 ** min(fewest / DOUBLES, MAX_DOUBLINGS)
 
-    def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> Iterator[tuple[Member, Sequence[Turn]]]:
+    def _divided(
+        self, turns: Sequence[Turn], up: Sequence[Member]
+    ) -> Iterator[tuple[Member, Sequence[Turn]]]:
         """Divide turns into requests, urgent ones first; a group leaves its server only if that is much busier."""
         groups: dict[tuple[Deadline, str], list[Turn]] = defaultdict(list)
         sizes = Counter[tuple[Deadline, str]]()  # in tokens
@@ -114,7 +123,9 @@ class Batcher:
             groups[group].append(turn)
             sizes[group] += turn.tokens
         load = {member: member.in_flight for member in up}
-        alike: dict[tuple[Member, SamplingParams, Deadline, tuple[Image, ...]], list[Turn]] = defaultdict(list)
+        alike: dict[tuple[Member, SamplingParams, Deadline, tuple[Image, ...]], list[Turn]] = (
+            defaultdict(list)
+        )
         for (deadline, name), size in sizes.most_common():
             homes = self._homes.setdefault(deadline, {})
             member = min(load, key=load.__getitem__)
@@ -166,7 +177,9 @@ class Batcher:
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
         """Answer turns as completions come, and take them out of `todo`."""
-        prompts: dict[tuple[bytes, int, int], list[Turn]] = defaultdict(list)  # turns that read the same
+        prompts: dict[tuple[bytes, int, int], list[Turn]] = defaultdict(
+            list
+        )  # turns that read the same
         counts = Counter[tuple[bytes, int]]()
         for turn in turns:
             prompt = turn.token_ids.tobytes(), turn.begun
@@ -181,7 +194,9 @@ class Batcher:
             session=member.session,
             tools=self._tools,
         )
-        async with aclosing(member.server.generate(request, timeout_s=turns[0].deadline.left_s)) as lines:
+        async with aclosing(
+            member.server.generate(request, timeout_s=turns[0].deadline.left_s)
+        ) as lines:
             async for line in lines:
                 turn = by_prompt[line.prompt][line.index]
                 turn.check(line.completion, member.url)
@@ -190,7 +205,9 @@ class Batcher:
                 if not turn.answer.done():
                     turn.answer.set_result(line.completion)
         if todo:
-            raise ServerError(f"{member.url}/generate ended {len(todo)} completions too early", code="protocol")
+            raise ServerError(
+                f"{member.url}/generate ended {len(todo)} completions too early", code="protocol"
+            )
 
 
 def _fail(turns: Iterable[Turn], error: Exception) -> None:

@@ -85,5 +85,10 @@ class Member:
     def shown(self) -> dict[str, Any]:
         """Describe the server for people: address, state, version and load."""
         load = self.health.model_dump(include=LOAD) if self.health else {}
-        known = {"url": self.url, "up": self.is_up, "state": self._state.value, "reason": self._reason}
+        known = {
+            "url": self.url,
+            "up": self.is_up,
+            "state": self._state.value,
+            "reason": self._reason,
+        }
         return known | {"version": self.version} | load

@@ -196,7 +196,9 @@ class ServerPool:
             return  # somebody looks already
         async with self._looking:
             now = time.monotonic()
-            due = [member for member in self.members if member.is_resting and now >= member.next_look]
+            due = [
+                member for member in self.members if member.is_resting and now >= member.next_look
+            ]
             for member in due:
                 self._move(member, State.JOINING, member.reason)
             try:

@@ -78,7 +78,9 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         self, request: protocol.GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[protocol.StreamLine, None]:
         """Yield completions as they end. Use `aclosing`: the deadline runs until then."""
-        body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
+        body = self._signed(
+            request.model_copy(update={"stream": True, "packed": True})
+        ).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
             self._http.stream("POST", "/generate", content=body) as response,
@@ -91,23 +93,36 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
                 if isinstance(item, protocol.StreamLine):
                     yield item
                 elif item.error is not None:
-                    raise ServerError(f"{self.url}/generate broke off: {_text(item.error)}", code=item.error.code)
+                    raise ServerError(
+                        f"{self.url}/generate broke off: {_text(item.error)}", code=item.error.code
+                    )
                 else:
                     return
-        raise ServerError(f"{self.url}/generate was cut before its end; see the server's log", code="cut")
+        raise ServerError(
+            f"{self.url}/generate was cut before its end; see the server's log", code="cut"
+        )
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
         """Send a version; return its DiskSource's name. Raises ServerError, or SyncError on reading."""
-        parts = [path.name for path in (*sorted(folder.glob("*.safetensors")), *folder.glob(manifest.ADAPTER_FILE))]
+        parts = [
+            path.name
+            for path in (*sorted(folder.glob("*.safetensors")), *folder.glob(manifest.ADAPTER_FILE))
+        ]
         async with self._deadline(timeout_s, "/upload"):
             for file in (*parts, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE):  # COMPLETE last
-                response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
+                response = await self._http.put(
+                    f"/upload/{name}/{file}", content=_chunks(folder / file)
+                )
                 uploaded = _parse(protocol.DiskSource, response)
         return uploaded.name
 
-    async def _call(self, method: str, route: str, answer: type[A], timeout_s: float, content: str | None = None) -> A:
+    async def _call(
+        self, method: str, route: str, answer: type[A], timeout_s: float, content: str | None = None
+    ) -> A:
         async with self._deadline(timeout_s, route):
-            return _parse(answer, await self._http.request(method, route, content=content, headers=JSON))
+            return _parse(
+                answer, await self._http.request(method, route, content=content, headers=JSON)
+            )
 
     def _signed(self, request: R) -> R:
         return request.model_copy(update={"trainer": self._trainer})
@@ -119,7 +134,9 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError as error:
-            raise ServerError(f"{self.url}{route} did not finish in {seconds:g} s", code="timeout") from error
+            raise ServerError(
+                f"{self.url}{route} did not finish in {seconds:g} s", code="timeout"
+            ) from error
         except httpx.TransportError as error:
             message = f"can't reach {self.url}{route}: {cause_of(error)}; start one there: {door()} serve CONFIG"
             raise ServerError(message, code="unreachable") from error
@@ -130,7 +147,9 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         except RuntimeError as error:
             if not self.is_closed:
                 raise
-            raise ServerError(f"can't reach {self.url}{route}: the server has left", code="unreachable") from error
+            raise ServerError(
+                f"can't reach {self.url}{route}: the server has left", code="unreachable"
+            ) from error
 
 
 def prompt_input(token_ids: TokenIds, images: Sequence[Image]) -> protocol.PromptInput:
@@ -140,7 +159,9 @@ def prompt_input(token_ids: TokenIds, images: Sequence[Image]) -> protocol.Promp
         return short
     for image in reversed(images):
         short[image.start : image.start + image.length] = [image.placeholder]
-    return protocol.ImagePrompt(token_ids=short, images=[base64.b64encode(image.data).decode() for image in images])
+    return protocol.ImagePrompt(
+        token_ids=short, images=[base64.b64encode(image.data).decode() for image in images]
+    )
 
 
 def _parse(model: type[A], response: httpx.Response) -> A:
@@ -160,7 +181,9 @@ def _raise_for_error(response: httpx.Response) -> None:
         code = "body_too_large" if status == 413 else "protocol"  # 413: of a proxy in between
     if status == 401:
         message = "it has a token: set the same server.token here, or $HOCKET_TOKEN"
-    raise ServerError(f"{response.request.url} answered {status}: {message}", code=code, status=status)
+    raise ServerError(
+        f"{response.request.url} answered {status}: {message}", code=code, status=status
+    )
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:

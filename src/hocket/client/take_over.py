@@ -47,6 +47,8 @@ class Claims:
                 lost = "after a minute without heartbeats another trainer may have it"
                 self.pool.say(f"server {member.url} took no heartbeat ({lost}): {error}")
 
-    async def _beat(self, member: Member, *, take_over: bool = False, leaving: bool = False) -> Health:
+    async def _beat(
+        self, member: Member, *, take_over: bool = False, leaving: bool = False
+    ) -> Health:
         request = HeartbeatRequest(trainer=self.trainer, take_over=take_over, leaving=leaving)
         return await member.server.ask(request, timeout_s=LOOK_S)

@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
         shell.settle_ranks(launched=asked.trains)
         speaks = speaks and int(os.environ.get("RANK", "0")) == 0  # one rank, or the launcher
         if "settings" in args:
-            args.config, args.arguments = read_settings([*args.settings, *rest], DEFAULTS.get(args.command))
+            args.config, args.arguments = read_settings(
+                [*args.settings, *rest], DEFAULTS.get(args.command)
+            )
             if asked.trains:
                 os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
             if asked.checkpoints:
@@ -75,10 +77,17 @@ def main(argv: Sequence[str]) -> int:
         if TRACEBACK in os.environ:
             print(redacted(traceback.format_exc()), file=sys.stderr)
         print(redacted(f"error: {_sentence(error)}"), file=sys.stderr)
-        if isinstance(error, ConfigError):  # a checkpoint that is new was made by the process that has the folder
+        if isinstance(
+            error, ConfigError
+        ):  # a checkpoint that is new was made by the process that has the folder
             return 1
         status = 1
-    if speaks and status not in WHOLE and "newest" in args and _newest(args.config.run_dir) not in (None, args.newest):
+    if (
+        speaks
+        and status not in WHOLE
+        and "newest" in args
+        and _newest(args.config.run_dir) not in (None, args.newest)
+    ):
         print(redacted(f"checkpointed{_how_to_go_on(args)}"), file=sys.stderr)
     return status
 
@@ -107,7 +116,9 @@ def _sentence(error: Exception) -> str:
         return f"{error}{where}; {fix}"
     place = f"printed by --traceback (or {TRACEBACK}=1)"
     with contextlib.suppress(OSError):  # the disk is full, too
-        with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="hocket-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as file:
             file.write(redacted(traceback.format_exc()))
         place = f"in {file.name}"
     return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is {place}"
@@ -148,7 +159,9 @@ def _own(path: str) -> str:
     added = sorted(COMMANDS.names - before)
     if len(added) != 1:
         many = f"registers {len(added)} commands" if added else "registers no command"
-        raise ConfigError(f"{path} {many}: mark one function with @command (hocket.commands.command)")
+        raise ConfigError(
+            f"{path} {many}: mark one function with @command (hocket.commands.command)"
+        )
     return added[0]
 
 
@@ -156,12 +169,16 @@ def _page(name: str, content: Callable[[], str], **how: Any) -> Option:
     return option(name, dest="page", action="store_const", const=content, **how)
 
 
-TRACEBACKS = option("--traceback", action="store_true", help="with an error, show where in the code it arose")
+TRACEBACKS = option(
+    "--traceback", action="store_true", help="with an error, show where in the code it arose"
+)
 
 
 @command("quickstart", SETTINGS, checkpoints=True)
 def _quickstart(args: argparse.Namespace) -> int:
-    named = any(one.startswith("run.dir=") for one in args.arguments)  # if it is taken, that is said
+    named = any(
+        one.startswith("run.dir=") for one in args.arguments
+    )  # if it is taken, that is said
     if named or args.config.checkpoint.resume:
         status = launch.launch(args.config, args.arguments)
     else:
@@ -181,9 +198,24 @@ def _quickstart(args: argparse.Namespace) -> int:
     "launch",
     SETTINGS,
     option("--dry-run", action="store_true", help="only say what would run where"),
-    option("--engine", metavar="NAME", help="write the files that a cluster runs: slurm, ray, kubernetes, or your own"),
-    option("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default 8; 0: CPUs only"),
-    option("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE"),
+    option(
+        "--engine",
+        metavar="NAME",
+        help="write the files that a cluster runs: slurm, ray, kubernetes, or your own",
+    ),
+    option(
+        "--gpus-per-node",
+        type=int,
+        default=GPUS_PER_NODE,
+        metavar="N",
+        help="default 8; 0: CPUs only",
+    ),
+    option(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of these files; default RUN/launch/ENGINE",
+    ),
     option("--submit", action="store_true", help="submit them, too"),
     checkpoints=True,
 )
@@ -191,10 +223,18 @@ def _launch(args: argparse.Namespace) -> int:
     if args.engine:
         load_plugins(args.config.plugins)
         write = launch.ENGINES.get(args.engine, "--engine: ")
-        write(args.arguments, args.gpus_per_node, args.output, submit=args.submit, dry_run=args.dry_run)
+        write(
+            args.arguments,
+            args.gpus_per_node,
+            args.output,
+            submit=args.submit,
+            dry_run=args.dry_run,
+        )
         return 0
     if args.output or args.submit or args.gpus_per_node != GPUS_PER_NODE:
-        raise ConfigError("--gpus-per-node, --output and --submit need an --engine: slurm, ray or kubernetes")
+        raise ConfigError(
+            "--gpus-per-node, --output and --submit need an --engine: slurm, ray or kubernetes"
+        )
     return launch.launch(args.config, args.arguments, dry_run=args.dry_run)
 
 
@@ -222,22 +262,39 @@ def _rollout(args: argparse.Namespace) -> None:
 @command(
     "generate",
     SETTINGS,
-    option("-p", "--prompt", action="append", help="a user message; repeatable; default: lines of stdin"),
+    option(
+        "-p",
+        "--prompt",
+        action="append",
+        help="a user message; repeatable; default: lines of stdin",
+    ),
     option("-n", type=int, default=1, help="completions per prompt (default 1)"),
-    option("--max-tokens", type=int, help="of a completion; default: rollout.max_tokens, or what fits"),
-    option("--text", action="store_true", help="send the prompt as plain text, without chat template"),
+    option(
+        "--max-tokens", type=int, help="of a completion; default: rollout.max_tokens, or what fits"
+    ),
+    option(
+        "--text", action="store_true", help="send the prompt as plain text, without chat template"
+    ),
     option("--json", action="store_true", help="print the server's whole answer"),
 )
 def _generate(args: argparse.Namespace) -> None:
     from hocket.client.server import ServerClient
     from hocket.commands.parts import Servers
-    from hocket.protocol import ChatMessage, GenerateRequest, GenerateResponse, PromptInput, SamplingParams
+    from hocket.protocol import (
+        ChatMessage,
+        GenerateRequest,
+        GenerateResponse,
+        PromptInput,
+        SamplingParams,
+    )
 
     config: Config = args.config
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
-    inputs: list[PromptInput] = prompts if args.text else [[ChatMessage(role="user", content=one)] for one in prompts]
+    inputs: list[PromptInput] = (
+        prompts if args.text else [[ChatMessage(role="user", content=one)] for one in prompts]
+    )
     most = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
     try:
         sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=most)
@@ -266,14 +323,22 @@ def _eval(args: argparse.Namespace) -> None:
     from hocket.commands.runs import evaluate_checkpoint
 
     found = evaluate_checkpoint(args.arguments)
-    print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
+    print(
+        json.dumps(found)
+        if args.json
+        else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items())
+    )
 
 
 @command(
     "reward-test",
     SETTINGS,
     option("--samples", type=Path, required=True, metavar="FILE", help=SAMPLES),
-    option("--against", metavar="REWARD", help="compare the total with this reward: ranks, and order of pairs"),
+    option(
+        "--against",
+        metavar="REWARD",
+        help="compare the total with this reward: ranks, and order of pairs",
+    ),
 )
 def _reward_test(args: argparse.Namespace) -> int:
     from hocket.commands.runs import score_samples
@@ -286,7 +351,11 @@ def _reward_test(args: argparse.Namespace) -> int:
     SETTINGS,
     _page("--reference", config_module.reference, help="print every key with default and meaning"),
     _page("--metrics", metrics.reference, help="print every metric with meaning and healthy range"),
-    _page("--presets", config_module.preset_table, help="print the settings of every published algorithm"),
+    _page(
+        "--presets",
+        config_module.preset_table,
+        help="print the settings of every published algorithm",
+    ),
 )
 def _config(args: argparse.Namespace) -> None:
     print(args.page() if args.page else config_module.to_yaml(args.config.as_dict()).rstrip())

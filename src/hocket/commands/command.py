@@ -56,11 +56,15 @@ def option(*names: str, **how: Any) -> Option:
 
 
 SETTINGS = option("settings", nargs="*", metavar="CONFIG | section.key=value")
-DRY_RUN = option("--dry-run", action="store_true", help="check data, rewards, memory, server; take no step")
+DRY_RUN = option(
+    "--dry-run", action="store_true", help="check data, rewards, memory, server; take no step"
+)
 
 
 def run_of(folder: Path) -> Path:
     """Return a folder that a run has written. Raise ConfigError for another."""
     if not (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder} is no run: it has no config.yaml; give the run folder, such as runs/quickstart")
+        raise ConfigError(
+            f"{folder} is no run: it has no config.yaml; give the run folder, such as runs/quickstart"
+        )
     return folder

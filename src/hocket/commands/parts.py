@@ -172,7 +172,9 @@ class Parts(AbstractContextManager["Parts"]):
         with ExitStack() as stack:
             calls = sources.reward_calls(stack, config, rewards)  # their processes start meanwhile
             # A server of its own examines the model for commands that only ask servers.
-            tokenizer = model_folder.examine(config.model) if trains else tokenizers.load(config.model.path)
+            tokenizer = (
+                model_folder.examine(config.model) if trains else tokenizers.load(config.model.path)
+            )
             longest = tokenizers.longest_sequence(config.model, config.trainer)
             by_name = {}
             for name, settings in config.sources.items():
@@ -267,7 +269,9 @@ class Parts(AbstractContextManager["Parts"]):
             self.console.say(low)
         num_updates = self.config.algorithm.minibatches
         if num_asked % num_updates:
-            self.console.say(f"{step} is no multiple of algorithm.minibatches={num_updates}: updates differ in size")
+            self.console.say(
+                f"{step} is no multiple of algorithm.minibatches={num_updates}: updates differ in size"
+            )
         for prompt in next(iter(prompts.values()))[:NUM_SHOWN]:
             seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
@@ -289,14 +293,26 @@ class Parts(AbstractContextManager["Parts"]):
         kind = health.architecture if model.random_init else model_shapes(model.path).architecture
         for what, theirs, ours, setting in (
             ("architecture", health.architecture, kind, "model.path"),
-            ("tokenizer", health.tokenizer_sha256, tokenizers.fingerprint(self.tokenizer), "model.path"),
-            ("root of versions", health.root if reads_root else root, root, "sync.root, or set sync.upload=true"),
+            (
+                "tokenizer",
+                health.tokenizer_sha256,
+                tokenizers.fingerprint(self.tokenizer),
+                "model.path",
+            ),
+            (
+                "root of versions",
+                health.root if reads_root else root,
+                root,
+                "sync.root, or set sync.upload=true",
+            ),
             ("longest sequence", min(health.max_length, length), length, "model.max_length"),
             ("highest rank of adapters", min(health.max_adapter_rank, rank), rank, "model.lora"),
         ):
             if theirs != ours:
                 differ = f"the server, of {health.model}, has the {what} {theirs}, this run {ours}"
-                raise ServerError(f"{differ}: start both with the same {setting}", code="other_model")
+                raise ServerError(
+                    f"{differ}: start both with the same {setting}", code="other_model"
+                )
 
     def held_out(self) -> HeldOutPrompts:
         """Load the prompts of the evaluation, those of all sources; say so if there are none."""
@@ -363,7 +379,14 @@ class Parts(AbstractContextManager["Parts"]):
         )
         early = not self.config.launch.share_gpu
         progress = self.console.progress
-        return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, early=early, progress=progress)
+        return Pipeline(
+            new_batch,
+            plan,
+            steps=trainer.steps,
+            max_staleness=ahead,
+            early=early,
+            progress=progress,
+        )
 
     def evaluation(self, prompts: Sequence[Prompt], plays: Mapping[str, Play]) -> Evaluation:
         config = self.config
@@ -376,10 +399,14 @@ class Parts(AbstractContextManager["Parts"]):
             rewards={name: source.settings.eval_reward for name, source in self.sources.items()},
             samples=settings.samples,
             sampling=sampling_params(
-                config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=settings.temperature
+                config.rollout,
+                seed=config.trainer.seed,
+                step=EVAL_STEP,
+                temperature=settings.temperature,
             ),
             threshold=settings.threshold,
-            timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),  # batches ahead come first
+            timeout_s=config.rollout.timeout_s
+            * (1 + int(config.pipeline.max_staleness)),  # batches ahead come first
             max_error_rate=config.rewards.max_error_rate,
         )
 
@@ -449,7 +476,10 @@ class Parts(AbstractContextManager["Parts"]):
                 if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
                     other = f"whose tokenizer is not that of model.path={model}"
                     raise ConfigError(f"{serves}, {other}; name the same model")
-                if not config.names_servers and Path(health.model).resolve() != Path(model).resolve():
+                if (
+                    not config.names_servers
+                    and Path(health.model).resolve() != Path(model).resolve()
+                ):
                     advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
                     raise ConfigError(f"{serves}, not model.path={model}; {advice}")
                 self.console.say(f"{serves}, version {health.version}")
@@ -465,8 +495,13 @@ class Parts(AbstractContextManager["Parts"]):
         """Start a server of model.path; return what to call while waiting for it."""
         config = self.config
         log = config.run_dir / "logs" / "server.log"
-        self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOCKET_TOKEN": config.token or ""}
+        self.console.say(
+            f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}"
+        )
+        env = {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "HOCKET_TOKEN": config.token or "",
+        }
         child = Child(["-m", "hocket", "serve", *arguments], env=env, log=log)
         self.stack.callback(stop, [child])
 

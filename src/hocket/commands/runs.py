@@ -54,7 +54,9 @@ RunThere = Callable[[Coroutine[Any, Any, Any]], Any]
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
-def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None) -> int:
+def train(
+    config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None
+) -> int:
     """Train, from the newest checkpoint if there is one; rank 0 runs the loop, others follow. Return the exit status.
 
     With `dry_run`, only say what the run would use; with `serve`, start a server if none answers.
@@ -78,7 +80,9 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         Trainer(config).follow()
         return 0
     with Console(config.trainer.steps) as console, ExitStack() as stack:
-        stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume and not dry_run))
+        stack.enter_context(
+            owning(config.run_dir, console.say, wait=config.checkpoint.resume and not dry_run)
+        )
         if config.observe.page and not dry_run:
             stack.callback(stop, [page_of(config.run_dir, config.observe, config.token)])
         saved = checkpoints.find(config, console.say, dry_run=dry_run)
@@ -98,7 +102,9 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
                 summary = run_there(_train(run))
             console.finish(config.run_dir)
             return 0 if summary["updated"] else NO_UPDATE
-        console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
+        console.say(
+            f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps"
+        )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
             stack.enter_context(Parts.make(config, console)).trainer(needed=0)
         return 0
@@ -128,7 +134,9 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
             with suppress(ImportError):  # vLLM is not on this machine
                 engine_arguments(config)
     if up and config.launch.share_gpu:
-        raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which needs it")
+        raise ConfigError(
+            "the server holds the GPU of launch.share_gpu: stop it for a dry run, which needs it"
+        )
     trainer = parts.trainer(loaded.needed, saved)
     if saved:
         loaded.stream.restore(saved.parts["prompts"])
@@ -137,7 +145,10 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
     if failed:
         advice = f"mend the reward, or try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
         raise RewardError(f"the answer of {failed[0]} has no score, as said above; {advice}")
-    say("nothing stands in the way of a run" + ("" if up or replay else ", as far as is seen without a server"))
+    say(
+        "nothing stands in the way of a run"
+        + ("" if up or replay else ", as far as is seen without a server")
+    )
 
 
 async def _try_rewards(parts: Parts, prompt: Prompt) -> bool:
@@ -168,7 +179,9 @@ async def _try_servers(
     sampling = SamplingParams(max_tokens=1, seed=1)
     asked = prompt_input(prompt.token_ids, prompt.images)
     toolboxes = [source.example.toolbox for source in parts.sources.values()]
-    request = GenerateRequest(prompts=[asked], sampling=sampling, tools=next(filter(None, toolboxes), None))
+    request = GenerateRequest(
+        prompts=[asked], sampling=sampling, tools=next(filter(None, toolboxes), None)
+    )
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
             check_server(await server.health())
@@ -191,7 +204,9 @@ async def _train(run: "Run") -> dict[str, Any]:
             await run.servers.release()
 
 
-def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_there: RunThere) -> "Run":
+def _run(
+    parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_there: RunThere
+) -> "Run":
     """Bring the parts together; first those whose faults show without server and trainer."""
     config = parts.config
     console = parts.console
@@ -310,14 +325,18 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
     with ExitStack() as stack:
         if kind_of(Path(config.model.path)) == "checkpoint":
             if config.names_servers:
-                raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
+                raise ConfigError(
+                    "a checkpoint needs a server of its own: leave server.urls and server.discover out"
+                )
             saved = Path(config.model.path)
             model = Path(stack.enter_context(TemporaryDirectory(prefix="hocket-")), saved.name)
             from hocket.trainer.state import export  # which needs torch
 
             export(saved, model, base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
-            config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
+            config, arguments = read_settings(
+                [*arguments, f"model.path={model}", f"server.port={port}"]
+            )
         console = stack.enter_context(Console(0, stderr=True))
         made = Parts.make(config, console, lambda source: [source.eval_reward], trains=False)
         parts = stack.enter_context(made)
@@ -355,7 +374,9 @@ def roll_out(arguments: Sequence[str]) -> None:
             async with parts.servers_as_they_are(arguments) as servers:
                 play = parts.play(parts.plays(servers, parts.longest))
                 scorer = parts.scorer()
-                async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
+                async with parts.pipeline(
+                    lambda plan: collect(plan, stream.take, play, scorer)
+                ) as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)
                         folder.rollouts(f"step_{step:06d}", batch.groups)
@@ -365,7 +386,9 @@ def roll_out(arguments: Sequence[str]) -> None:
 
         with RunFolder(config, console.say) as folder:
             tasks.run(run())
-    print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
+    print(
+        f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}"
+    )
 
 
 def score_samples(config: Config, file: Path, against: str | None) -> int:
@@ -374,12 +397,16 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
     Groups are those of a run, or rows of one prompt and answer. `against`: a reward to compare their total with.
     """
     if not file.is_file():
-        raise ConfigError(f"--samples {file} is not a file: give rows in .jsonl, or a run's rollouts/step_N.jsonl")
+        raise ConfigError(
+            f"--samples {file} is not a file: give rows in .jsonl, or a run's rollouts/step_N.jsonl"
+        )
     load_plugins(config.plugins)
     rewards = config.sole_rewards
     functions = rewards.functions
     groups: dict[str, list[Rollout]] = {}
-    for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
+    for place, row in read_rows(
+        config.data.model_copy(update={"source": str(file), "limit": None})
+    ):
         try:
             columns = columns_of(row, ())
             if {"group_id", "prompt_id", "parts"} <= columns.keys():  # of a run
@@ -406,18 +433,33 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
     with RewardCalls(rewards, filter(None, (*functions, against))) as calls:
         scores = tasks.run(score(RewardScorer(calls, functions)))
         if against:
-            calls.specs[against] = calls.specs[against].model_copy(update={"weight": 1.0})  # a run may only measure it
+            calls.specs[against] = calls.specs[against].model_copy(
+                update={"weight": 1.0}
+            )  # a run may only measure it
             both = zip(scores, tasks.run(score(RewardScorer(calls, [against]))), strict=True)
             grouped = [[*itertools.islice(both, len(group))] for group in groups.values()]
             compared = [f"against {against}: {agreement(grouped)}"]
     for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
         parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
-        print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
+        print(
+            rollout.id,
+            f"{one.total:.4g}" if one.error is None else f"error: {one.error}",
+            parts,
+            sep="  ",
+        )
         for line in one.note.splitlines():
             print("   ", "".join(filter(str.isprintable, line)))  # it may be what a program wrote
     for name, seconds in calls.seconds.items():
-        took = f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms" if seconds else "none"
+        took = (
+            f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms"
+            if seconds
+            else "none"
+        )
         print(f"calls of {name}: {took} (the first of a process loads it)")
     failed = sum(one.error is not None for one in scores)
-    print(*compared, f"{len(scores)} samples in {len(groups)} groups, {failed} without a score", sep="\n")
+    print(
+        *compared,
+        f"{len(scores)} samples in {len(groups)} groups, {failed} without a score",
+        sep="\n",
+    )
     return int(failed > 0 or not scores)

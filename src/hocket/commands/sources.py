@@ -53,7 +53,9 @@ def _refuse_unanswered(data: DataConfig, rewards: Iterable[str]) -> None:
     for name in rewards:
         if data.answer_column is None and REWARDS.get(name).needs_answer:
             advice = "name the column of the answers, or, in a reward of yours, give the argument a default"
-            raise ConfigError(f"reward {name} takes the answer, but {data.section}.answer_column=null: {advice}")
+            raise ConfigError(
+                f"reward {name} takes the answer, but {data.section}.answer_column=null: {advice}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,11 @@ class PromptSource:
         if env.max_turns == 1 or isinstance(self.example, environments.SingleTurn):
             return
         if self._tools:
-            said: Message = {"role": "tool", "name": self._tools[0]["function"]["name"], "content": ANSWERED}
+            said: Message = {
+                "role": "tool",
+                "name": self._tools[0]["function"]["name"],
+                "content": ANSWERED,
+            }
             problem = self._unanswerable(data, said)
             if problem:
                 advice = "take a model whose template renders tools' results behind an answer, or set env.max_turns=1"
@@ -118,9 +124,7 @@ class PromptSource:
             problem = self._unanswerable(data, {"role": "user", "content": ANSWERED})
             if problem:
                 fact = f"no turn can follow a message of env.name={env.name}: {problem}"
-                advice = (
-                    "take a model whose template does, have the environment answer with text, or set env.max_turns=1"
-                )
+                advice = "take a model whose template does, have the environment answer with text, or set env.max_turns=1"
                 self._console.say(f"{data.section}: {fact}; {advice}")
 
     def _unanswerable(self, data: DataConfig, answer: Message) -> str:
@@ -130,7 +134,11 @@ class PromptSource:
             shown = renderer.decode(renderer.following([answer], ended=None))
         except ValueError as error:
             return str(error)
-        return "" if ANSWERED in shown else f"the chat template leaves out messages of the role {answer['role']}"
+        return (
+            ""
+            if ANSWERED in shown
+            else f"the chat template leaves out messages of the role {answer['role']}"
+        )
 
     def held_out(self) -> HeldOutPrompts:
         """Load the prompts of the evaluation."""
@@ -143,7 +151,9 @@ class PromptSource:
         prompts, _ = self._fitting("eval", data, setting, self.settings.eval_max_tokens)
         return HeldOutPrompts(prompts[: evaluation.num_prompts], prompts.keys())
 
-    def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts, int]:
+    def _fitting(
+        self, what: str, data: DataConfig, setting: str, answer: int
+    ) -> tuple[Prompts, int]:
         """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
         self._check_turns(data)
         thought = self.example.thinking_tokens  # before an answer
@@ -151,7 +161,9 @@ class PromptSource:
         room = self._longest - thought - answer
         if room < 1:
             before = f", behind env.thinking_tokens={thought}," if thought else ""
-            raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {limit}: lower it, or raise that")
+            raise ConfigError(
+                f"{setting}={answer}{before} leaves no prompt room in {limit}: lower it, or raise that"
+            )
         most = min(room, data.max_prompt_tokens or room)
         prompts, lengths = load_prompts(
             data,
@@ -171,7 +183,9 @@ class PromptSource:
             too_long = f"with more than {most} tokens; the longest has {max(lengths)}: {advice}"
             if not prompts:
                 raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
-            self._console.say(f"{what}: dropped {len(lengths) - len(prompts)} prompts of {data.source} {too_long}")
+            self._console.say(
+                f"{what}: dropped {len(lengths) - len(prompts)} prompts of {data.source} {too_long}"
+            )
         return prompts, max(length for length in lengths if length <= most)
 
     def stream(self, prompts: Prompts, share: float) -> PromptStream:
@@ -192,7 +206,9 @@ class PromptSource:
             max_turns=env.max_turns,
             max_length=longest,
             timeout_s=env.timeout_s,
-            history=None if env.history == "keep" else environments.HISTORIES.get(env.history, "env.history: "),
+            history=None
+            if env.history == "keep"
+            else environments.HISTORIES.get(env.history, "env.history: "),
         )
         ask = Batcher(servers, tools=self.example.toolbox).ask
         renderer = renderer_of(self.settings.data, self._tokenizer, self._tools)

@@ -11,11 +11,20 @@ from pydantic import Field
 from hocket.common.registry import refuse_owned
 from hocket.config.sections import Chosen, Names, Range, Section, or_name
 
-_or_source = pydantic.BeforeValidator(lambda value: {"source": value} if isinstance(value, str) else value)
+_or_source = pydantic.BeforeValidator(
+    lambda value: {"source": value} if isinstance(value, str) else value
+)
 
 
 def _not_own(template: bool | dict[str, Any]) -> bool | dict[str, Any]:
-    own = ("messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template")
+    own = (
+        "messages",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "tokenize",
+        "chat_template",
+    )
     options = template if isinstance(template, dict) else {}
     refuse_owned("", options, dict.fromkeys(own, ""), options, "")
     return template if template != {} else True
@@ -85,8 +94,12 @@ class CurriculumConfig(Section, extra="allow"):
 class EnvConfig(Section, extra="allow"):
     name: str = "single_turn"
     """`single_turn`, `tools`, `agent`, `step` or a plugin's; its options."""
-    max_turns: int = Field(16, ge=1)  # or model calls of an agent: an option of each (environments.md)
-    timeout_s: float = Field(60.0, gt=0, le=86_400)  # of the environment or agent in an episode: likewise
+    max_turns: int = Field(
+        16, ge=1
+    )  # or model calls of an agent: an option of each (environments.md)
+    timeout_s: float = Field(
+        60.0, gt=0, le=86_400
+    )  # of the environment or agent in an episode: likewise
     history: str = "keep"
     """Way with history that outgrows model.max_length: `keep` ends the episode, `drop_oldest`, or a plugin's."""
 
@@ -104,7 +117,11 @@ class RewardSpec(Section, extra="allow"):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _read(cls, value: Any) -> Any:
-        return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+        return (
+            {"weight": value}
+            if isinstance(value, int | float) and not isinstance(value, bool)
+            else value
+        )
 
 
 class RewardsConfig(Section):
@@ -118,7 +135,10 @@ class RewardsConfig(Section):
     @property
     def first(self) -> str:
         """Name of the first reward that is no gate."""
-        return next((name for name, spec in self.functions.items() if spec.weight), next(iter(self.functions)))
+        return next(
+            (name for name, spec in self.functions.items() if spec.weight),
+            next(iter(self.functions)),
+        )
 
     def spec(self, name: str) -> RewardSpec:
         return self.functions.get(name, RewardSpec())
@@ -229,7 +249,9 @@ class TrainingDataConfig(DataConfig):
         names = [one.called for one in self.sources]
         for name in names:
             if not re.fullmatch(r"[\w.-]+", name):
-                raise ValueError(f"a source is called {name!r}, as metrics are named: take letters and digits")
+                raise ValueError(
+                    f"a source is called {name!r}, as metrics are named: take letters and digits"
+                )
             if names.count(name) > 1:
                 raise ValueError(f"two sources are called {name}: give each a name")
         if not any(one.weight for one in self.sources):

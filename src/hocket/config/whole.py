@@ -110,7 +110,9 @@ class Config(Section):
         run_dir = self.run_dir.resolve()
         root = self.sync_root.resolve()
         if re.search(r"(^|/)\.", os.path.relpath(run_dir, root)):  # outside it is .., the same is .
-            raise ConfigError(f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder")
+            raise ConfigError(
+                f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder"
+            )
 
     def chosen(self, *, on_gpu: bool) -> "Config":
         """Return the config with each `auto` replaced, but those that are measured on a GPU."""
@@ -130,7 +132,9 @@ class Config(Section):
         values["server"]["token"] = None  # a run folder is shared; a secret is not
         # Unset is as in data; a source of its own would be held-out rows.
         values["eval"]["data"] = self.eval.data.model_dump(mode="json", exclude_unset=True)
-        values["data"]["sources"] = [one.model_dump(mode="json", exclude_unset=True) for one in self.data.sources]
+        values["data"]["sources"] = [
+            one.model_dump(mode="json", exclude_unset=True) for one in self.data.sources
+        ]
         return values
 
     def changes(self, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -138,7 +142,11 @@ class Config(Section):
         old = _by_key(Config().as_dict()) | _by_key(before)  # a new setting had its default
         new = _by_key(self.as_dict())
         keys = (old.keys() | new.keys()) - {"checkpoint.resume"}
-        return {key: (old.get(key), new.get(key)) for key in sorted(keys) if old.get(key) != new.get(key)}
+        return {
+            key: (old.get(key), new.get(key))
+            for key in sorted(keys)
+            if old.get(key) != new.get(key)
+        }
 
     @property
     def run_dir(self) -> Path:
@@ -196,7 +204,9 @@ def _check_reference(config: Config) -> None:
     if "://" in reference:
         deployment.web_url(reference)
         if config.rollout.temperature != 1:
-            raise ValueError(f"the server {reference} scores at temperature 1: set rollout.temperature=1")
+            raise ValueError(
+                f"the server {reference} scores at temperature 1: set rollout.temperature=1"
+            )
 
 
 def _check_sources(config: Config) -> None:
@@ -224,7 +234,9 @@ def _check_credit(config: Config, source: tasks.SourceSettings) -> None:
         return  # no turn has a reward: credit is of what other rewards make of all
     is_changed = env is None or env.gate or env.clip or env.normalize
     if config.algorithm.by_turn and is_changed:
-        needed = "rewards of turns as they are given: add rewards.functions.env, with a weight alone"
+        needed = (
+            "rewards of turns as they are given: add rewards.functions.env, with a weight alone"
+        )
         raise ValueError(f"algorithm.credit={config.algorithm.credit} needs {needed}")
 
 
@@ -243,7 +255,9 @@ def _check_best(config: Config) -> None:
         return
     sets = [name for name, source in config.sources.items() if source.held_out]
     if not sets:
-        raise ValueError("checkpoint.best needs held-out rows: set eval.data, or held_out of data.sources")
+        raise ValueError(
+            "checkpoint.best needs held-out rows: set eval.data, or held_out of data.sources"
+        )
     means = ["greedy"]
     if config.eval.temperature != 0:
         means.append("sampled")
@@ -255,7 +269,9 @@ def _check_best(config: Config) -> None:
     known = [f"eval/{name}" for name in names]
     best = config.checkpoint.best.name
     if best not in known:
-        raise ValueError(f"checkpoint.best={best} is no metric of this evaluation, which has {', '.join(known)}")
+        raise ValueError(
+            f"checkpoint.best={best} is no metric of this evaluation, which has {', '.join(known)}"
+        )
 
 
 def _check_transport(config: Config) -> None:
@@ -268,7 +284,9 @@ def _check_transport(config: Config) -> None:
 
 def _check_quantized(config: Config) -> None:
     if config.model.quantizes and config.trainer.spreads_weights:
-        raise ValueError("trainer.zero_stage=3, the default to offload, can't spread quantized weights; set stage 2")
+        raise ValueError(
+            "trainer.zero_stage=3, the default to offload, can't spread quantized weights; set stage 2"
+        )
 
 
 def _check_critic(config: Config) -> None:
@@ -283,7 +301,9 @@ def _check_replay(config: Config) -> None:
     if config.pipeline.replay is None:
         return
     if config.pipeline.max_staleness not in ("auto", 0) or config.launch.share_gpu:
-        raise ValueError("pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out")
+        raise ValueError(
+            "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out"
+        )
     if Path(config.pipeline.replay).resolve() == config.run_dir.resolve():
         raise ValueError("pipeline.replay is this run's own folder; choose another run.dir")
 
@@ -294,10 +314,22 @@ def _check_share_gpu(config: Config) -> None:
     transport = config.sync.transport
     several = len(config.server_urls) > 1 or (config.launch.servers or 1) > 1
     for contradicts, says in (
-        (config.pipeline.max_staleness not in ("auto", 0), "needs pipeline.max_staleness=0: both take turns"),
-        (transport == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
-        (transport not in ("auto", "disk", "nccl"), "needs sync.backend=disk: whole versions are written"),
-        (config.server.discover, "is for one server that server.urls names: leave server.discover out"),
+        (
+            config.pipeline.max_staleness not in ("auto", 0),
+            "needs pipeline.max_staleness=0: both take turns",
+        ),
+        (
+            transport == "nccl",
+            "needs sync.backend=disk: NCCL can't connect two processes on one GPU",
+        ),
+        (
+            transport not in ("auto", "disk", "nccl"),
+            "needs sync.backend=disk: whole versions are written",
+        ),
+        (
+            config.server.discover,
+            "is for one server that server.urls names: leave server.discover out",
+        ),
         (several, "is for one server; give several GPUs of their own"),
         (config.launch.gpus_apart, "contradicts launch.gpus_apart=true"),
     ):

@@ -20,7 +20,9 @@ from hocket.types import Group, Prompt, Rollout, Score
 class Batch:
     """The groups of one step, with a signal or without."""
 
-    groups: list[Group] = dataclasses.field(default_factory=list)  # complete; in the end, in the prompts' order
+    groups: list[Group] = dataclasses.field(
+        default_factory=list
+    )  # complete; in the end, in the prompts' order
     num_drawn: int = 0
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     started: float = dataclasses.field(default_factory=time.perf_counter)
@@ -49,8 +51,12 @@ class Plan:
     batch: Batch = dataclasses.field(default_factory=Batch)  # as far as it is gathered
 
 
-Take = Callable[[int], Mapping[int, Prompt]]  # n prompts by the number of the draw; fewer at the end
-Play = Callable[[Prompt, Seat], Awaitable[Rollout]]  # raises only ServerError, else sets `Rollout.error`
+Take = Callable[
+    [int], Mapping[int, Prompt]
+]  # n prompts by the number of the draw; fewer at the end
+Play = Callable[
+    [Prompt, Seat], Awaitable[Rollout]
+]  # raises only ServerError, else sets `Rollout.error`
 
 
 async def collect(
@@ -72,14 +78,24 @@ async def collect(
         """Play and score one episode; a group's last returns the group."""
         group = f"{plan.label}/{index}"
         number = index * plan.group_size + sample
-        seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)
+        seat = Seat(
+            id=f"{group}/{sample}",
+            group=group,
+            number=number,
+            sampling=plan.sampling,
+            deadline=plan.deadline,
+        )
         rollout = await play(prompt, seat)
         batch.generated = time.perf_counter()
         done[group][sample] = rollout, await scorer.ask(rollout)  # at once, while others are played
         if len(done[group]) < plan.group_size:
             return None
-        rollouts, given = zip(*(done[group][sample] for sample in range(plan.group_size)), strict=True)
-        return Group(id=group, rollouts=rollouts, scores=await scorer.settle(rollouts, given), draw=draw)
+        rollouts, given = zip(
+            *(done[group][sample] for sample in range(plan.group_size)), strict=True
+        )
+        return Group(
+            id=group, rollouts=rollouts, scores=await scorer.settle(rollouts, given), draw=draw
+        )
 
     try:
         while True:

@@ -41,7 +41,9 @@ class Limits:
     max_turns: int
     max_length: int  # tokens of the whole sequence
     timeout_s: float  # in the environment, or of an agent
-    history: History | None = None  # shortens what outgrows max_length; None: the episode ends there
+    history: History | None = (
+        None  # shortens what outgrows max_length; None: the episode ends there
+    )
 
 
 class TokenBudget:
@@ -85,7 +87,9 @@ def late(seat: Seat, failed: ServerError) -> str:
     """Return the error of an episode that a failure of the servers ends after its deadline; raise an earlier one."""
     if not seat.deadline.over:
         raise failed
-    return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
+    return (
+        f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
+    )
 
 
 @dataclasses.dataclass
@@ -111,7 +115,9 @@ class Episode:
     budget: TokenBudget
 
     def __post_init__(self) -> None:
-        self._transcript = Transcript(self.prompt.token_ids, self.prompt.opening, self.prompt.images)
+        self._transcript = Transcript(
+            self.prompt.token_ids, self.prompt.opening, self.prompt.images
+        )
         self._finished: list[TokenSequence] = []  # before history was shortened
         self._conversation = Conversation(self.prompt.messages or ())
         self._environment = Environment()  # until it is made
@@ -162,14 +168,18 @@ class Episode:
     async def _take_turns(self, environment: Environment) -> None:
         """Have model and environment take turns: an observation's tokens, a completion, a step."""
         seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
-        start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
+        start = await self._call(
+            environment.reset, self.prompt, seed, returns=(Observation, type(None))
+        )
         observation, pictures = self._split(start or Observation())
         added = await self._at_start(observation, pictures)
         while added is not None and (room := self._room(added, observation)) > 0:
             self._transcript.add_observation(added.token_ids, observation, added.images)
             completion = await self._turn(observation, room)
             self._transcript.add_completion(completion)
-            if self.renderer.placeholder in completion.token_ids:  # read again, it would be taken for an image
+            if (
+                self.renderer.placeholder in completion.token_ids
+            ):  # read again, it would be taken for an image
                 break
             action = Action(
                 text=completion.text,
@@ -177,7 +187,9 @@ class Episode:
                 finish_reason=completion.finish_reason,
                 tool_calls=completion.tool_calls,
             )
-            step: Step = await self._call(environment.step, action, returns=(Step,), own_s=environment.step_timeout_s)
+            step: Step = await self._call(
+                environment.step, action, returns=(Step,), own_s=environment.step_timeout_s
+            )
             self._add_reward(step.reward)
             if step.done:
                 return
@@ -187,7 +199,9 @@ class Episode:
             if history is not None and self._outgrows(added, observation):
                 added = await self._shortened(history, added, observation, pictures)
         if not self._transcript.number:
-            raise EpisodeError("reset: the prompt with what it adds leaves no room for a turn in model.max_length")
+            raise EpisodeError(
+                "reset: the prompt with what it adds leaves no room for a turn in model.max_length"
+            )
         self._transcript.cut_off()
         self._add_reward(await self._call(environment.truncated, returns=(float, int)))
 
@@ -257,7 +271,9 @@ class Episode:
         if not step.messages:
             return await self._text(step, pictures)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-        following = partial(self.renderer.following, step.messages, self.prompt.options, ended=ended)
+        following = partial(
+            self.renderer.following, step.messages, self.prompt.options, ended=ended
+        )
         following = partial(following, at_most=self.limits.max_length)
         return await self._rendered(following, pictures, before=self._transcript.images)
 
@@ -277,7 +293,9 @@ class Episode:
         dialogue = self._conversation.since(self._transcript.dialogue, step.messages)
         has_text = bool(step.text) or any(message["role"] == "environment" for message in dialogue)
         if has_text or pictures or self._transcript.images:
-            raise EpisodeError("env.history can shorten messages alone, no texts or images: set env.history=keep")
+            raise EpisodeError(
+                "env.history can shorten messages alone, no texts or images: set env.history=keep"
+            )
         for _ in range(MAX_SHORTENED):
             began = self._conversation.began
             dialogue = await self._call(history, began, dialogue, returns=(list, tuple))
@@ -291,7 +309,9 @@ class Episode:
                 return NOTHING
         return added
 
-    async def _chat(self, messages: Sequence[Message], pictures: Sequence[Any] = ()) -> Added | None:
+    async def _chat(
+        self, messages: Sequence[Message], pictures: Sequence[Any] = ()
+    ) -> Added | None:
         options = self.prompt.options
         return await self._rendered(
             lambda: self._encode(self.renderer.render(messages, options)),
@@ -342,7 +362,9 @@ class Episode:
         # Whatever the user's code raises ends this episode alone.
         except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and deadline.expired():
-                message = f"{name} was not done when env.timeout_s={self.limits.timeout_s:g} had passed"
+                message = (
+                    f"{name} was not done when env.timeout_s={self.limits.timeout_s:g} had passed"
+                )
                 raise EpisodeError(message) from error
             raise EpisodeError(f"{name} raised {type(error).__name__}: {error}") from error
         finally:

@@ -41,7 +41,12 @@ class Evaluation:
         group_size = 1 + self.samples if self.sampling.temperature else 1
         deadline = Deadline(self.timeout_s)
         plan = Plan(
-            label=label, sampling=self.sampling, group_size=group_size, wanted=size, at_most=size, deadline=deadline
+            label=label,
+            sampling=self.sampling,
+            group_size=group_size,
+            wanted=size,
+            at_most=size,
+            deadline=deadline,
         )
 
         left = size * group_size
@@ -57,8 +62,12 @@ class Evaluation:
             return rollout
 
         numbered = enumerate(self.prompts)
-        batch = await collect(plan, lambda count: dict(itertools.islice(numbered, count)), play, self.scorer)
-        refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
+        batch = await collect(
+            plan, lambda count: dict(itertools.islice(numbered, count)), play, self.scorer
+        )
+        refuse_failing(
+            batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size))
+        )  # one score at least
         return measured(batch.groups, self.rewards, self.threshold), batch.groups
 
 
@@ -75,7 +84,11 @@ def measured(groups: Sequence[Group], rewards: Mapping[str, str], threshold: flo
             if name:
                 metrics[key.replace("eval/", f"eval/{name}/", 1)] = value
     for key, values in of_all.items():
-        metrics[key] = math.hypot(*values) / len(values) if key.endswith("_stderr") else statistics.fmean(values)
+        metrics[key] = (
+            math.hypot(*values) / len(values)
+            if key.endswith("_stderr")
+            else statistics.fmean(values)
+        )
     return metrics
 
 
@@ -87,14 +100,21 @@ def _measured(groups: Sequence[Group], reward: str, threshold: float) -> Metrics
     metrics = {
         **_mean("greedy", greedy),
         **_mean("sampled", sampled),
-        **({"eval/zero_or_one": statistics.fmean(mark in (0, 1) for mark in given)} if given else {}),
+        **(
+            {"eval/zero_or_one": statistics.fmean(mark in (0, 1) for mark in given)}
+            if given
+            else {}
+        ),
         "eval/reward_errors": 1 - len(given) / len(rollouts),
         "eval/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
-        "eval/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "eval/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts)
+        / len(rollouts),
     }
     for k in (2**i for i in range((len(groups[0].rollouts) - 1).bit_length())):
         chances = [
-            pass_at_k(len(mine), sum(mark >= threshold for mark in mine), k) for mine in sampled if len(mine) >= k
+            pass_at_k(len(mine), sum(mark >= threshold for mark in mine), k)
+            for mine in sampled
+            if len(mine) >= k
         ]
         if chances:
             metrics[f"eval/pass@{k}"] = statistics.fmean(chances)

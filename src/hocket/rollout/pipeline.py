@@ -38,7 +38,9 @@ Batches = Callable[[NewBatch], AbstractAsyncContextManager[BatchSource]]
 PROGRESS_S = 0.2
 
 
-def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None) -> SamplingParams:
+def sampling_params(
+    config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None
+) -> SamplingParams:
     """Return a step's sampling; (seed, step) alone decide its random numbers."""
     return SamplingParams(
         temperature=config.temperature if temperature is None else temperature,
@@ -48,15 +50,21 @@ def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature:
     )
 
 
-def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: float, max_staleness: int) -> Plan:
+def plan_step(
+    step: int, config: RolloutConfig, *, seed: int, oversampling: float, max_staleness: int
+) -> Plan:
     """Return the plan of a step's batch, whose time begins now."""
     return Plan(
         label=f"step {step}",
         sampling=sampling_params(config, seed=seed, step=step),
         group_size=config.group_size,
         wanted=config.prompts_per_step,
-        at_most=int(config.prompts_per_step * Decimal(str(oversampling))),  # 100 * 1.15 is 114.99... in binary
-        deadline=Deadline(config.timeout_s * (1 + max_staleness)),  # these batches share the servers
+        at_most=int(
+            config.prompts_per_step * Decimal(str(oversampling))
+        ),  # 100 * 1.15 is 114.99... in binary
+        deadline=Deadline(
+            config.timeout_s * (1 + max_staleness)
+        ),  # these batches share the servers
     )
 
 
@@ -83,7 +91,11 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return a step's batch, empty at the stream's end, once `version` of the step before is published."""
         start = time.perf_counter()
-        metrics = {"pipeline/queued_groups": float(sum(len(plan.batch.groups) for plan, _ in self._begun.values()))}
+        metrics = {
+            "pipeline/queued_groups": float(
+                sum(len(plan.batch.groups) for plan, _ in self._begun.values())
+            )
+        }
         self._begin(step, start)
         if self._asked is not None:
             metrics["pipeline/wait_for_policy"] = self._idle_s / (start - self._asked)
@@ -91,7 +103,9 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         self._idle_s = 0.0
         plan, task = self._begun[step]
         while not task.done():
-            self.progress(step, f"generating, {len(plan.batch.groups)}/{plan.batch.num_drawn} groups scored")
+            self.progress(
+                step, f"generating, {len(plan.batch.groups)}/{plan.batch.num_drawn} groups scored"
+            )
             await asyncio.wait({task}, timeout=PROGRESS_S)
         task.result()
         del self._begun[step]

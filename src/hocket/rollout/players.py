@@ -17,11 +17,17 @@ from hocket.types import Prompt, Rollout
 
 
 def player(
-    make: Callable[[], Environment], pool: ServerPool, ask: RequestTurn, renderer: Renderer, limits: Limits
+    make: Callable[[], Environment],
+    pool: ServerPool,
+    ask: RequestTurn,
+    renderer: Renderer,
+    limits: Limits,
 ) -> Play:
     """Choose the player of an environment's episodes; `renderer` is that of the prompts' data."""
     example = make()
-    if type(example) is SingleTurn and not example.thinking_tokens:  # a subclass has a step of its own
+    if (
+        type(example) is SingleTurn and not example.thinking_tokens
+    ):  # a subclass has a step of its own
         return partial(play_single_turn, ask=ask, limits=limits, placeholder=renderer.placeholder)
     budget = TokenBudget(lambda: sum(member.kv_tokens for member in pool.members))
     whole = example.player(pool=pool, limits=limits, decode=renderer.decode, budget=budget)

@@ -21,11 +21,19 @@ class Transcript:
     """The sequence so far, prompt first; tokens are only ever appended."""
 
     def __init__(
-        self, token_ids: Sequence[int], opening: str = "", images: Sequence[Image] = (), number: int = 0
+        self,
+        token_ids: Sequence[int],
+        opening: str = "",
+        images: Sequence[Image] = (),
+        number: int = 0,
     ) -> None:
         self.number = number  # of the next turn in the episode
         self.opening = self._template_opening = opening
-        self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("f")  # as wide as they come
+        self.token_ids, self.mask, self.logprobs = (
+            array("I"),
+            list[bool](),
+            array("f"),
+        )  # as wide as they come
         self.images: list[Image] = []
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
@@ -40,7 +48,10 @@ class Transcript:
         self.add_observation(token_ids, None, images)
 
     def add_observation(
-        self, token_ids: Sequence[int], observation: Observation | None, images: Sequence[Image] = ()
+        self,
+        token_ids: Sequence[int],
+        observation: Observation | None,
+        images: Sequence[Image] = (),
     ) -> None:
         """Append tokens that were not sampled, and the images whose tokens are among them; None: the prompt."""
         start = len(self.token_ids)
@@ -59,12 +70,16 @@ class Transcript:
             self._before = self.text
         elif not self._goes_on:
             self._before = ""
-            self._state = observation.state or (state_of(token_ids, images) if token_ids else self._state)
+            self._state = observation.state or (
+                state_of(token_ids, images) if token_ids else self._state
+            )
             if self.turns:
                 said = self.opening + self.text + self._after + observation.text
                 self.opening = self._template_opening if observation.messages else left_open(said)
             self.dialogue += observation.messages
-            self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
+            self.dialogue += (
+                [{"role": "environment", "content": observation.text}] if observation.text else []
+            )
 
     def add_completion(self, completion: Completion) -> None:
         """Append a turn of the policy, or the rest of one that goes on: then its text is that of all `begun` tokens."""
@@ -80,7 +95,9 @@ class Transcript:
             self.dialogue.pop()
             self.add_reward(0.0, tokens=len(completion.token_ids))
         else:
-            self.turn_rewards.append(TurnReward(self.number, len(completion.token_ids), state=self._state))
+            self.turn_rewards.append(
+                TurnReward(self.number, len(completion.token_ids), state=self._state)
+            )
             self.turns += 1
             self.number += 1
         self.dialogue.append({"role": "assistant", "content": self.text})
@@ -88,7 +105,9 @@ class Transcript:
     def add_reward(self, reward: float, *, tokens: int = 0) -> None:
         """Give the last turn a reward, and more tokens; without a turn nothing has it."""
         for last in self.turn_rewards[-1:]:
-            self.turn_rewards[-1] = last._replace(tokens=last.tokens + tokens, reward=last.reward + reward)
+            self.turn_rewards[-1] = last._replace(
+                tokens=last.tokens + tokens, reward=last.reward + reward
+            )
 
     def cut_off(self) -> None:
         """Note that a limit ended the last turn."""
