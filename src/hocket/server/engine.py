@@ -17,12 +17,18 @@ from hocket.protocol.manifest import ModelShapes, dtype_name, model_shapes
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, invalid
 from hocket.server.generate import Job, Sampler
+from hocket.server.state import EngineState, Held, State
 from hocket.types import InFlight
 
 T = TypeVar("T")
 
 RESTART = "restart the server; its log says more"
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
+ASLEEP = protocol.ErrorBody(
+    code="asleep",
+    message="the engine is asleep: a trainer is using the GPU",
+    hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
+)
 DEAD = protocol.ErrorBody(code="engine_dead", message="the engine's process ended", hint=RESTART)
 STOPPING = protocol.ErrorBody(
     code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
@@ -72,11 +78,6 @@ Find = Callable[[Any, int], Awaitable[Found]]
 """(source, version) -> what is there. Raises ApiError with 4xx where that is not this version of the model."""
 
 
-class Held(NamedTuple):
-    source: protocol.Source | None  # None: what it was started with
-    answer: protocol.ReloadResponse
-
-
 class SleepState(Protocol):
     """How much of an engine is on the GPU that it shares with a trainer (share_gpu.py)."""
 
@@ -107,7 +108,6 @@ class Engine:
         llm.require_ready = admitted
         llm.ends = sorted(tokenizers.end_ids(model, tokenizer) - {tokenizer.placeholder})
         self.model = model
-        self.version = 0  # that new tokens are sampled with
         self.sampler = Sampler(llm, tokenizer, admitted, template)
         self.root = root.resolve()
         self.timeout_s = timeout_s
@@ -115,16 +115,19 @@ class Engine:
         self.session = secrets.token_hex(8)
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
         self.sources: dict[str, Find] = {"disk": self._find_on_disk}  # by kind; parts of the server add theirs
-        self.sleep_state: SleepState | None = None  # None: it shares no GPU
-        self.asleep: protocol.ErrorBody | None = None  # why it can't generate while it sleeps
+        self._sleep_state: SleepState | None = None  # None: it shares no GPU
         self.holder = Holder()
         self.lock = asyncio.Lock()  # of what changes the engine
-        self.base_replaced = False  # whether the weights that adapters belong to are gone
-        first = protocol.ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self.session)
-        self.held: Held | None = Held(None, first)  # None where the model holds no version whole
+        first = protocol.ReloadResponse(
+            version=0,
+            seconds=0,
+            num_tensors=0,
+            checksum="",
+            session=self.session,
+        )
+        self._state = EngineState(Held(None, first))
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._architecture = "unknown"
-        self._failure: protocol.ErrorBody | None = None
 
     async def start(self) -> None:
         """Label the first weights and generate once, which takes longer the first time."""
@@ -141,9 +144,24 @@ class Engine:
         lora = self.llm.vllm_config.lora_config
         return 0 if lora is None else int(lora.max_lora_rank)
 
+    @property
+    def version(self) -> int:
+        """The number of the version with which new tokens are sampled."""
+        return self._state.version
+
+    @property
+    def held(self) -> Held | None:
+        """The version that the model holds; None where it holds none whole."""
+        return self._state.held
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._state.is_asleep
+
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
         """Raise ApiError where the engine can't generate, but for codes of `admits`."""
-        reason = self._reason()
+        self._notice_death()
+        reason = self._state.reason
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
 
@@ -151,20 +169,55 @@ class Engine:
         """Raise ApiError where no reload brings the engine back."""
         self.require_ready(admits=protocol.CURABLE)
 
-    def _reason(self) -> protocol.ErrorBody | None:
-        if self.llm.errored and self._failure is not STOPPING:
-            self._fail(DEAD)
-        return self._failure or self.asleep
+    def _notice_death(self) -> None:
+        # While the server is shutting down, the end of the engine's process is no failure.
+        if self.llm.errored and self._state.state is not State.STOPPING:
+            self._state.move(State.LOST, DEAD)
 
     def _fail(self, reason: protocol.ErrorBody) -> None:
-        self._failure = reason
-        self.held = None
+        if reason.code not in protocol.CURABLE:
+            state = State.LOST
+        elif self._state.is_asleep:
+            state = State.BROKEN_ASLEEP
+        else:
+            state = State.BROKEN
+        self._state.move(state, reason)
+
+    def share(self, sleep_state: SleepState) -> None:
+        """Wake this up with each reload: the engine shares its GPU."""
+        self._sleep_state = sleep_state
+
+    def fall_asleep(self) -> None:
+        """Refuse to generate from now on. Raises ApiError where the engine is lost."""
+        self.require_alive()
+        if self._state.state is State.READY:
+            self._state.move(State.ASLEEP, ASLEEP)
+        elif self._state.state is State.BROKEN:
+            self._state.move(State.BROKEN_ASLEEP, self._state.reason)
+
+    def drop_weights(self) -> None:
+        """Note that the weights were thrown away, as the engine fell asleep."""
+        self._state.drop_weights()
+
+    def wake(self) -> None:
+        """Generate again, if only sleep was in the way."""
+        if self._state.state is State.ASLEEP:
+            self._state.move(State.READY, None)
+
+    def _mend(self) -> None:
+        """Leave a failure behind, as a load has succeeded. Raises ApiError where the engine is lost."""
+        self.require_alive()  # it may be shutting down
+        if self._state.state is State.BROKEN:
+            self._state.move(State.READY, None)
+        elif self._state.state is State.BROKEN_ASLEEP:
+            self._state.move(State.ASLEEP, ASLEEP)
 
     @property
     def _status(self) -> protocol.Status:
-        if self._reason() is None:
+        self._notice_death()
+        if self._state.state is State.READY:
             return "updating" if self.lock.locked() else "ready"
-        return "asleep" if self._failure is None else "failed"
+        return "asleep" if self._state.state is State.ASLEEP else "failed"
 
     def health(self) -> protocol.Health:
         model = self.llm.model_config
@@ -186,7 +239,7 @@ class Engine:
             workers=self.num_workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks) * int(vllm.cache_config.block_size),
             **vllm_api.load(),
-            error=self._failure,
+            error=self._state.failure,
         )
 
     async def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
@@ -224,8 +277,8 @@ class Engine:
                 return await self._compare(request.version, found, held, start)
             if held is None or held.source != request.source:  # a broadcast's tells its run
                 held = await self._load(request, found, start)
-            if self.sleep_state is not None:
-                await self.sleep_state.wake()
+            if self._sleep_state is not None:
+                await self._sleep_state.wake()
             return held.answer
 
     def _source(self, kind: str) -> Find:
@@ -248,14 +301,13 @@ class Engine:
             await self._resume()
             return answers[0]
 
-        was_asleep = self.sleep_state is not None and await self.sleep_state.rise()
+        was_asleep = self._sleep_state is not None and await self._sleep_state.rise()
         if not was_asleep:
             await self.pause(request.in_flight)
-        self.base_replaced |= found.is_whole
+        if found.is_whole:
+            self._state.replace_base()
         loaded = await self._change(f"loading version {request.version}", found, load())
-        self.version = request.version
-        self.require_alive()  # it may be shutting down
-        self._failure = None
+        self._mend()
         answer = protocol.ReloadResponse(
             version=request.version,
             seconds=time.perf_counter() - start,
@@ -263,8 +315,9 @@ class Engine:
             checksum=loaded["checksum"],
             session=self.session,
         )
-        self.held = Held(request.source, answer)
-        return self.held
+        held = Held(request.source, answer)
+        self._state.hold(held)
+        return held
 
     async def _compare(self, version: int, found: Found, held: Held | None, start: float) -> protocol.ReloadResponse:
         if held is None:
@@ -303,7 +356,7 @@ class Engine:
 
     async def _resume(self) -> None:
         self.require_alive()  # it may be shutting down
-        if self.asleep is None:
+        if not self.is_asleep:
             await self.llm.resume_generation()
 
     async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:
@@ -319,7 +372,7 @@ class Engine:
         if adapter is None:
             return model
         shapes = versions.adapter_shapes(adapter, model, self.max_adapter_rank)
-        if self.base_replaced:
+        if self._state.is_base_replaced:
             message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
             raise ApiError(409, "base_replaced", message, "restart the server with the trainer's model.lora")
         return shapes
@@ -379,5 +432,5 @@ class Engine:
 
     async def stop(self) -> None:
         """End every request: the server is shutting down."""
-        self._fail(STOPPING)
+        self._state.move(State.STOPPING, STOPPING)
         await vllm_api.abort_all(self.llm)
