@@ -17,7 +17,7 @@ from hocket.protocol.manifest import ModelShapes, dtype_name, model_shapes
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, invalid
 from hocket.server.generate import Job, Sampler
-from hocket.server.state import EngineState, Held, State
+from hocket.server.state import Condition, EngineState, Held
 from hocket.types import InFlight
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class Engine:
             checksum="",
             session=self.session,
         )
-        self._state = EngineState(Held(None, first))
+        self._condition = Condition(Held(None, first))
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._architecture = "unknown"
 
@@ -147,21 +147,21 @@ class Engine:
     @property
     def version(self) -> int:
         """The number of the version with which new tokens are sampled."""
-        return self._state.version
+        return self._condition.version
 
     @property
     def held(self) -> Held | None:
         """The version that the model holds; None where it holds none whole."""
-        return self._state.held
+        return self._condition.held
 
     @property
     def is_asleep(self) -> bool:
-        return self._state.is_asleep
+        return self._condition.is_asleep
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
         """Raise ApiError where the engine can't generate, but for codes of `admits`."""
         self._notice_death()
-        reason = self._state.reason
+        reason = self._condition.reason
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
 
@@ -171,17 +171,17 @@ class Engine:
 
     def _notice_death(self) -> None:
         # While the server is shutting down, the end of the engine's process is no failure.
-        if self.llm.errored and self._state.state is not State.STOPPING:
-            self._state.move(State.LOST, DEAD)
+        if self.llm.errored and self._condition.state is not EngineState.STOPPING:
+            self._condition.move(EngineState.LOST, DEAD)
 
     def _fail(self, reason: protocol.ErrorBody) -> None:
         if reason.code not in protocol.CURABLE:
-            state = State.LOST
-        elif self._state.is_asleep:
-            state = State.BROKEN_ASLEEP
+            state = EngineState.LOST
+        elif self._condition.is_asleep:
+            state = EngineState.BROKEN_ASLEEP
         else:
-            state = State.BROKEN
-        self._state.move(state, reason)
+            state = EngineState.BROKEN
+        self._condition.move(state, reason)
 
     def share(self, sleep_state: SleepState) -> None:
         """Wake this up with each reload: the engine shares its GPU."""
@@ -190,34 +190,34 @@ class Engine:
     def fall_asleep(self) -> None:
         """Refuse to generate from now on. Raises ApiError where the engine is lost."""
         self.require_alive()
-        if self._state.state is State.READY:
-            self._state.move(State.ASLEEP, ASLEEP)
-        elif self._state.state is State.BROKEN:
-            self._state.move(State.BROKEN_ASLEEP, self._state.reason)
+        if self._condition.state is EngineState.READY:
+            self._condition.move(EngineState.ASLEEP, ASLEEP)
+        elif self._condition.state is EngineState.BROKEN:
+            self._condition.move(EngineState.BROKEN_ASLEEP, self._condition.reason)
 
     def drop_weights(self) -> None:
         """Note that the weights were thrown away, as the engine fell asleep."""
-        self._state.drop_weights()
+        self._condition.drop_weights()
 
     def wake(self) -> None:
         """Generate again, if only sleep was in the way."""
-        if self._state.state is State.ASLEEP:
-            self._state.move(State.READY, None)
+        if self._condition.state is EngineState.ASLEEP:
+            self._condition.move(EngineState.READY, None)
 
     def _mend(self) -> None:
         """Leave a failure behind, as a load has succeeded. Raises ApiError where the engine is lost."""
         self.require_alive()  # it may be shutting down
-        if self._state.state is State.BROKEN:
-            self._state.move(State.READY, None)
-        elif self._state.state is State.BROKEN_ASLEEP:
-            self._state.move(State.ASLEEP, ASLEEP)
+        if self._condition.state is EngineState.BROKEN:
+            self._condition.move(EngineState.READY, None)
+        elif self._condition.state is EngineState.BROKEN_ASLEEP:
+            self._condition.move(EngineState.ASLEEP, ASLEEP)
 
     @property
     def _status(self) -> protocol.Status:
         self._notice_death()
-        if self._state.state is State.READY:
+        if self._condition.state is EngineState.READY:
             return "updating" if self.lock.locked() else "ready"
-        return "asleep" if self._state.state is State.ASLEEP else "failed"
+        return "asleep" if self._condition.state is EngineState.ASLEEP else "failed"
 
     def health(self) -> protocol.Health:
         model = self.llm.model_config
@@ -239,7 +239,7 @@ class Engine:
             workers=self.num_workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks) * int(vllm.cache_config.block_size),
             **vllm_api.load(),
-            error=self._state.failure,
+            error=self._condition.failure,
         )
 
     async def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
@@ -305,7 +305,7 @@ class Engine:
         if not was_asleep:
             await self.pause(request.in_flight)
         if found.is_whole:
-            self._state.replace_base()
+            self._condition.replace_base()
         loaded = await self._change(f"loading version {request.version}", found, load())
         self._mend()
         answer = protocol.ReloadResponse(
@@ -316,7 +316,7 @@ class Engine:
             session=self.session,
         )
         held = Held(request.source, answer)
-        self._state.hold(held)
+        self._condition.hold(held)
         return held
 
     async def _compare(self, version: int, found: Found, held: Held | None, start: float) -> protocol.ReloadResponse:
@@ -372,7 +372,7 @@ class Engine:
         if adapter is None:
             return model
         shapes = versions.adapter_shapes(adapter, model, self.max_adapter_rank)
-        if self._state.is_base_replaced:
+        if self._condition.is_base_replaced:
             message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
             raise ApiError(409, "base_replaced", message, "restart the server with the trainer's model.lora")
         return shapes
@@ -432,5 +432,5 @@ class Engine:
 
     async def stop(self) -> None:
         """End every request: the server is shutting down."""
-        self._state.move(State.STOPPING, STOPPING)
+        self._condition.move(EngineState.STOPPING, STOPPING)
         await vllm_api.abort_all(self.llm)

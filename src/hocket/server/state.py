@@ -7,7 +7,7 @@ from typing import NamedTuple
 from hocket import protocol
 
 
-class State(enum.Enum):
+class EngineState(enum.Enum):
     READY = "ready"  # it generates; while it changes its weights, /health calls it updating
     ASLEEP = "asleep"  # a trainer has its GPU
     BROKEN = "broken"  # paused, as its weights may be half loaded; a reload mends that
@@ -18,15 +18,40 @@ class State(enum.Enum):
 
 # A failure may follow another one, with another reason.
 TRANSITIONS = {
-    State.READY: {State.ASLEEP, State.BROKEN, State.LOST, State.STOPPING},
-    State.ASLEEP: {State.READY, State.BROKEN_ASLEEP, State.LOST, State.STOPPING},
-    State.BROKEN: {State.READY, State.BROKEN, State.BROKEN_ASLEEP, State.LOST, State.STOPPING},
-    State.BROKEN_ASLEEP: {State.ASLEEP, State.BROKEN_ASLEEP, State.LOST, State.STOPPING},
-    State.LOST: {State.LOST, State.STOPPING},
-    State.STOPPING: {State.STOPPING},
+    EngineState.READY: {
+        EngineState.ASLEEP,
+        EngineState.BROKEN,
+        EngineState.LOST,
+        EngineState.STOPPING,
+    },
+    EngineState.ASLEEP: {
+        EngineState.READY,
+        EngineState.BROKEN_ASLEEP,
+        EngineState.LOST,
+        EngineState.STOPPING,
+    },
+    EngineState.BROKEN: {
+        EngineState.READY,
+        EngineState.BROKEN,
+        EngineState.BROKEN_ASLEEP,
+        EngineState.LOST,
+        EngineState.STOPPING,
+    },
+    EngineState.BROKEN_ASLEEP: {
+        EngineState.ASLEEP,
+        EngineState.BROKEN_ASLEEP,
+        EngineState.LOST,
+        EngineState.STOPPING,
+    },
+    EngineState.LOST: {EngineState.LOST, EngineState.STOPPING},
+    EngineState.STOPPING: {EngineState.STOPPING},
 }
-ASLEEP = {State.ASLEEP, State.BROKEN_ASLEEP}
-FAILED = {State.BROKEN, State.BROKEN_ASLEEP, State.LOST, State.STOPPING}
+FAILED = {
+    EngineState.BROKEN,
+    EngineState.BROKEN_ASLEEP,
+    EngineState.LOST,
+    EngineState.STOPPING,
+}
 
 
 class Held(NamedTuple):
@@ -37,8 +62,8 @@ class Held(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class EngineState:
-    """The state of an engine, which alone moves it; others read.
+class Condition:
+    """The state of an engine, and what its model holds. The engine alone changes them; others read.
 
     No failed engine holds a version: which of its weights are new is not known.
     """
@@ -46,11 +71,11 @@ class EngineState:
     _held: Held | None
     _version: int = 0
     _is_base_replaced: bool = False
-    _state: State = State.READY
+    _state: EngineState = EngineState.READY
     _reason: protocol.ErrorBody | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> EngineState:
         return self._state
 
     @property
@@ -65,7 +90,7 @@ class EngineState:
 
     @property
     def is_asleep(self) -> bool:
-        return self._state in ASLEEP
+        return self._state in (EngineState.ASLEEP, EngineState.BROKEN_ASLEEP)
 
     @property
     def held(self) -> Held | None:
@@ -82,7 +107,7 @@ class EngineState:
         """Whether the weights that adapters belong to are gone."""
         return self._is_base_replaced
 
-    def move(self, state: State, reason: protocol.ErrorBody | None) -> None:
+    def move(self, state: EngineState, reason: protocol.ErrorBody | None) -> None:
         """Change the state. Raises ValueError where TRANSITIONS does not have that."""
         if state not in TRANSITIONS[self._state]:
             raise ValueError(f"the engine can't go from {self._state.value!r} to {state.value!r}")
