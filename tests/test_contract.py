@@ -35,6 +35,7 @@ HOMES = {  # the only places that may import a package
     "vllm": {
         "server.vllm_api",
         "server.vllm_arguments",
+        "server.vllm_requests",
         "server.vllm_text",
         "server.vllm_weights",
         "extras.checks.bitwise",

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import importlib
 import inspect
-import json
 import logging
 import os
 import re
@@ -20,11 +19,9 @@ from prometheus_client import CollectorRegistry, Gauge
 from transformers import AutoConfig
 
 from hocket.config import load
-from hocket.data import tokenizer
 from hocket.errors import ConfigError
-from hocket.protocol import SamplingParams, TensorSpec, Toolbox
-from hocket.server import main, vllm_api, vllm_arguments, vllm_text, vllm_weights, worker
-from hocket.server.errors import ApiError
+from hocket.protocol import TensorSpec
+from hocket.server import main, vllm_api, vllm_arguments, vllm_requests, vllm_text, vllm_weights, worker
 from hocket.server.worker import WorkerExtension
 from support import fakes
 from support.engines import asking, idle_engine, make_model, wrap
@@ -86,7 +83,7 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
     names = [(module, name) for module, names in NAMES.items() for name in names.split()]
     imported = [
         (node.module, alias.name)
-        for module in (vllm_api, vllm_arguments, vllm_text, vllm_weights)
+        for module in (vllm_api, vllm_arguments, vllm_requests, vllm_text, vllm_weights)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
         for alias in node.names
@@ -292,15 +289,6 @@ def test_an_engine_argument_that_hocket_owns_or_vllm_lacks_is_refused(model: str
         arguments(model, f"server.engine={engine}")
 
 
-def test_sampling_reaches_vllm_unchanged() -> None:
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop=("x",), stop_token_ids=(2,))
-    made = vllm_api.sampling_params(sampling, seed=9, begun=4)
-    assert (made.temperature, made.top_p, made.top_k, made.max_tokens) == (0.7, 0.9, 5, 3)
-    assert (made.stop, made.stop_token_ids, made.seed, made.n) == (["x"], [2], 9, 1)
-    assert made.extra_args == {vllm_text.BEGUN: 4}
-    assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
-
-
 async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(model: str) -> None:
     args = arguments(model)
     app = vllm_api.app_without_engine(args, ("generate",), None)
@@ -319,58 +307,6 @@ async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(m
         for path in ("/openapi.json", "/docs", "/metrics"):
             response = await http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
             assert response.status_code == 200, path
-
-
-CALCULATE = {
-    "type": "function",
-    "function": {
-        "name": "calculate",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def tools_tokenizer() -> Any:
-    return tokenizer.load(str(Path(__file__).parents[2] / "checkpoints" / "tiny-tools"))
-
-
-CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
-SUM = {"expression": "1+2"}
-
-
-@pytest.mark.parametrize(
-    ("parser", "text", "calls"),
-    [
-        ("hermes", CALL % ("calculate", json.dumps(SUM)) + CALL % ("other", "{}"), [("calculate", SUM), ("other", {})]),
-        ("hermes", (CALL % ("calculate", json.dumps(SUM))).rstrip()[:-1], [("calculate", SUM)]),  # a stop string's rest
-        ("hermes", "no call at all", []),
-        ("hermes", '<tool_call>{"name": "calculate", "argum', []),
-        ("hermes", "<tool_call>[1]</tool_call>", []),
-        ("pythonic", '[calculate(expression="1+2")]', [("calculate", SUM)]),
-    ],
-)
-def test_vllms_parsers_find_the_calls_in_token_ids(
-    tools_tokenizer: Any, parser: str, text: str, calls: list[Any]
-) -> None:
-    find = vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=(CALCULATE,)))
-    for found in (find(tools_tokenizer.encode(text)), find(tools_tokenizer.encode(text))):  # it keeps no state
-        assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-        assert all(call.id == "" for call in found)  # vLLM's own are random
-
-
-@pytest.mark.parametrize(
-    ("parser", "tool", "said"),
-    [
-        ("herms", CALCULATE, "tool parser 'herms' can't be used: .*not found"),
-        ("llama3_json", CALCULATE, "'llama3_json' can't be used: .*bot token"),
-        ("hermes", {"name": "calculate"}, "tools.0.function"),
-    ],
-)
-def test_tools_that_could_not_be_parsed_are_refused(tools_tokenizer: Any, parser: str, tool: Any, said: str) -> None:
-    with pytest.raises(ApiError, match=f"(?s){said}") as refused:
-        vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=(tool,)))
-    assert "vLLM has the parsers " in refused.value.body.hint
 
 
 def test_what_ends_the_engine_s_process_is_kept_for_the_server(

@@ -17,52 +17,14 @@ from hocket.protocol.manifest import ModelShapes, dtype_name, model_shapes
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, invalid
 from hocket.server.generate import Job, Sampler
-from hocket.server.state import Condition, EngineState, Held
+from hocket.server.holder import Holder
+from hocket.server.state import ASLEEP, DEAD, STOPPING, Condition, EngineState, Held
 from hocket.types import InFlight
 
 T = TypeVar("T")
 
-RESTART = "restart the server; its log says more"
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
-ASLEEP = protocol.ErrorBody(
-    code="asleep",
-    message="the engine is asleep: a trainer is using the GPU",
-    hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
-)
-DEAD = protocol.ErrorBody(code="engine_dead", message="the engine's process ended", hint=RESTART)
-STOPPING = protocol.ErrorBody(
-    code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
-)
 MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}  # of sync.in_flight, as vLLM names them
-HOLD_S = 60.0
-"""Seconds of silence after which another trainer may have the server: heartbeats come every few seconds."""
-
-
-class Holder:
-    """The trainer that has the server: two would train on each other's samples.
-
-    One that was killed and resumes is the same, by the id in its run folder.
-    """
-
-    def __init__(self) -> None:
-        self._trainer: str | None = None
-        self._heard = 0.0  # by time.monotonic
-
-    def hear(self, trainer: str | None, *, take_over: bool = False) -> None:
-        """Let a trainer have the server; None: no trainer. Raises ApiError if another one has it."""
-        if trainer is None:
-            return
-        silent_s = time.monotonic() - self._heard
-        if self._trainer not in (None, trainer) and silent_s < HOLD_S and not take_over:
-            message = f"this server works for trainer {self._trainer}, which was last heard of {silent_s:.0f} s ago"
-            hint = f"wait until it has ended, or was silent for {HOLD_S:g} s; sync.take_over=true takes its server"
-            raise ApiError(409, "other_trainer", message, hint)
-        self._trainer = trainer
-        self._heard = time.monotonic()
-
-    def leave(self, trainer: str) -> None:
-        if self._trainer == trainer:
-            self._trainer = None
 
 
 class Found(NamedTuple):

@@ -4,9 +4,10 @@ from collections.abc import Awaitable
 
 from hocket import protocol
 from hocket.errors import cause_of
-from hocket.server.engine import RESTART, Engine
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.parts import Server, router, server_part
+from hocket.server.state import RESTART
 
 PARTS = ("weights", "kv_cache")
 """What leaves the GPU, in the order in which it comes back."""

@@ -6,6 +6,17 @@ from typing import NamedTuple
 
 from hocket import protocol
 
+RESTART = "restart the server; its log says more"
+ASLEEP = protocol.ErrorBody(
+    code="asleep",
+    message="the engine is asleep: a trainer is using the GPU",
+    hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
+)
+DEAD = protocol.ErrorBody(code="engine_dead", message="the engine's process ended", hint=RESTART)
+STOPPING = protocol.ErrorBody(
+    code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
+)
+
 
 class EngineState(enum.Enum):
     READY = "ready"  # it generates; while it changes its weights, /health calls it updating

@@ -13,7 +13,6 @@ import logging
 import math
 import multiprocessing
 import os
-import re
 import secrets
 import signal
 import sys
@@ -29,8 +28,7 @@ from typing import Any
 
 from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK, cause_of
-from hocket.protocol import SamplingParams, Toolbox, ToolCall, VersionSpan
-from hocket.server.errors import ApiError, encodable, invalid
+from hocket.server.errors import ApiError
 from hocket.server.vllm_arguments import app_arguments, is_cpu_build
 from hocket.server.vllm_weights import adapter_request
 
@@ -43,8 +41,6 @@ ABORT_TIMEOUT_S = 2.0
 LOOK_S = 1.0  # between looks at whether the engine lives
 SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
-FindCalls = Callable[[Sequence[int]], list[ToolCall]]
-"""(token ids of a text) -> the tool calls in them."""
 Generate = Callable[[Any, str], AsyncGenerator[Any, None]]
 """(vLLM's SamplingParams, id of the request) -> vLLM's RequestOutputs."""
 Sample = Callable[[Generate, Any, Any, str], AsyncGenerator[Any, None]]
@@ -266,118 +262,6 @@ def load() -> dict[str, Any]:
     return found
 
 
-CUT_TAG = re.compile(r"</?[\w|]*\Z")
-"""The beginning of a tag at the end of a text."""
-SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
-"""Parameters that have one name here and in vLLM."""
-
-
-def sampling_params(sampling: SamplingParams, seed: int | None, begun: int = 0) -> Any:
-    """Return vLLM's parameters for one completion, whose output comes at the end.
-
-    `begun`: how many of the prompt's last tokens belong to the same turn.
-    """
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import SamplingParams as VllmParams
-
-    from hocket.server.vllm_text import BEGUN
-
-    return VllmParams(
-        n=1,
-        **sampling.model_dump(include=SHARED),
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),  # otherwise the text is decoded once, at the end
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={BEGUN: begun},
-    )
-
-
-CONSTRAINTS = (
-    "allowed_token_ids",
-    "bad_words",
-    "logit_bias",
-    "logprob_token_ids",
-    "min_tokens",
-    "repetition_detection",
-    "structured_outputs",
-    "thinking_token_budget",
-)
-"""Parameters that sample from another distribution than the policy's, or stop it early."""
-AGENT_PARAMS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "output_kind",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "stream_interval",
-)
-"""Sampling parameters that an agent may set itself."""
-
-
-def refuse_constraints(params: Any) -> None:
-    """Raise ApiError where an agent's parameters give what can't be trained."""
-    wanted = [name for name in CONSTRAINTS if getattr(params, name)]
-    if wanted:
-        message = f"{', '.join(wanted)}: what is sampled under constraints is not the policy, and can't be trained"
-        hint = "leave them out; response_format, and a tool_choice other than auto and none, are constraints, too"
-        raise ApiError(400, "not_recorded", message, hint)
-
-
-def call_params(params: Any, sampling: SamplingParams) -> Any:
-    """Return vLLM's parameters for a call: sampled as its session says, answered as its agent asks."""
-    from vllm.sampling_params import SamplingParams as VllmParams
-
-    return VllmParams(
-        **{name: getattr(params, name) for name in AGENT_PARAMS},
-        **sampling.model_dump(include=SHARED),
-        stop=[*params.stop, *sampling.stop],
-        stop_token_ids=[*params.stop_token_ids, *sampling.stop_token_ids],
-        seed=sampling.seed,
-        logprobs=max(params.logprobs or 0, 0),
-    )
-
-
-def version_spans(output: Any) -> tuple[VersionSpan, ...]:
-    """Return (weight version, start, end) over the tokens of vLLM's CompletionOutput."""
-    return tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
-
-
-def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
-    """Return vLLM's prompt, made in the thread in which vLLM's routes make theirs. Raises what vLLM does."""
-    renderer = llm.renderer
-    made = renderer._mm_executor.submit(renderer._process_multimodal, token_ids, {"image": images}, None, None)
-    return made.result()
-
-
-async def complete(
-    llm: Any, prompt: Any, sampling: SamplingParams, seed: int | None, request_id: str, begun: int = 0
-) -> Any:
-    """Sample one completion of token ids, or of vLLM's own prompt, or raise ApiError. A cancelled call aborts it."""
-    from vllm.exceptions import VLLMClientError
-    from vllm.inputs.engine import tokens_input
-
-    prompt = tokens_input(prompt) if isinstance(prompt, list) else prompt
-    asked = llm.generate(prompt, sampling_params(sampling, seed, begun), request_id)
-    try:
-        return [output async for output in asked][-1].outputs[0]
-    except VLLMClientError as error:
-        raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
-
-
-async def abort(llm: Any, request_ids: Sequence[str]) -> None:
-    """End requests with one message to the engine: of many it takes one by one in n² time."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    if request_ids:
-        with contextlib.suppress(EngineDeadError):  # they have ended with it
-            await asyncio.shield(llm.abort(request_ids))  # half of it done would leave them running for ever
-
-
 async def abort_all(llm: Any) -> None:
     """End every request, vLLM's routes' too; nothing is sampled until generation is resumed."""
     # vLLM reports failures of the engine as plain Exceptions. This is on the way out of another one.
@@ -407,43 +291,3 @@ async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
     if errors := [answer["error"] for answer in answers if "error" in answer]:
         raise RuntimeError(errors[0])
     return [answer["value"] for answer in answers]
-
-
-def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
-    """Make a function that finds calls of these tools by vLLM's parser. Raises ApiError without one."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
-
-    try:
-        request = ChatCompletionRequest(messages=[], tools=list(tools.tools))
-        parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
-    # there is no such parser, it lacks a package or token, or a tool is none of OpenAI's API
-    except (KeyError, ImportError, RuntimeError, ValueError) as error:
-        known = ", ".join(ToolParserManager.list_registered())
-        message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
-        raise invalid(message, f"vLLM has the parsers {known}; each tool is as in OpenAI's API") from error
-    request = parser.adjust_request(request)
-
-    def parse(text: str) -> Any:
-        try:
-            return parser.extract_tool_calls(text, request=request).tool_calls
-        # Some parsers raise where what a model wrote is malformed: then there is no call in it.
-        except Exception:
-            logger.exception("vLLM's tool parser %s failed on %.200r", tools.parser, text)
-            return []
-
-    def find(token_ids: Sequence[int]) -> list[ToolCall]:
-        text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
-        # A call is whole where only the tag that closes it was cut off.
-        calls = parse(text) or parse(CUT_TAG.sub("", text))
-        return [
-            ToolCall(
-                name=encodable(call.function.name),
-                arguments=encodable(call.function.arguments),
-                # vLLM's own id is random, and would end up among the tokens that the model sees.
-                id="" if call.id.startswith("chatcmpl-tool-") else encodable(call.id),
-            )
-            for call in calls
-        ]
-
-    return find
