@@ -122,8 +122,7 @@ class Engine:
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
         """Raise ApiError where the engine can't generate, but for codes of `admits`."""
-        self._notice_death()
-        reason = self._condition.reason
+        reason = self._reason()
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
 
@@ -131,10 +130,12 @@ class Engine:
         """Raise ApiError where no reload brings the engine back."""
         self.require_ready(admits=protocol.CURABLE)
 
-    def _notice_death(self) -> None:
+    def _reason(self) -> protocol.ErrorBody | None:
+        """Look whether the engine lives; then say why it can't generate."""
         # While the server is shutting down, the end of the engine's process is no failure.
         if self.llm.errored and self._condition.state is not EngineState.STOPPING:
             self._condition.move(EngineState.LOST, DEAD)
+        return self._condition.reason
 
     def _fail(self, reason: protocol.ErrorBody) -> None:
         if reason.code not in protocol.CURABLE:
@@ -176,8 +177,7 @@ class Engine:
 
     @property
     def _status(self) -> protocol.Status:
-        self._notice_death()
-        if self._condition.state is EngineState.READY:
+        if self._reason() is None:
             return "updating" if self.lock.locked() else "ready"
         return "asleep" if self._condition.state is EngineState.ASLEEP else "failed"
 
