@@ -63,7 +63,8 @@ class Engine:
         share_gpu: bool = False,
         template: Mapping[str, Any],  # options of the chat template
     ) -> None:
-        admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before it fell
+        # Requests that were let in before the engine fell asleep wait until it wakes up.
+        admitted = functools.partial(self.require_ready, admits={"asleep"})
         tokenizer = tokenizers.load(model)
         versions.remove_left()
         self.llm = llm
@@ -80,13 +81,7 @@ class Engine:
         self._sleep_state: SleepState | None = None  # None: it shares no GPU
         self.holder = Holder()
         self.lock = asyncio.Lock()  # of what changes the engine
-        first = protocol.ReloadResponse(
-            version=0,
-            seconds=0,
-            num_tensors=0,
-            checksum="",
-            session=self.session,
-        )
+        first = protocol.ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self.session)
         self._condition = Condition(Held(None, first))
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._architecture = "unknown"
@@ -225,20 +220,24 @@ class Engine:
     async def reload(self, request: protocol.ReloadRequest) -> protocol.ReloadResponse:
         """Load a weight version, or compare the model with it.
 
-        A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading fails, also on
-        wrong bytes, or the model differs (409 not_held), the engine stays paused and requests end with the reason,
-        until a reload succeeds. A comparison that breaks off changes nothing.
+        A version refused with 4xx changes nothing; any other one wakes the engine up. If loading
+        fails, on wrong bytes too, or the model differs (409 not_held), the engine stays paused and
+        requests end with the reason until a reload succeeds. A comparison that breaks off changes
+        nothing.
         """
         async with self.lock:
             self.holder.hear(request.trainer)
             self.require_ready(admits=() if request.compare else protocol.CURABLE)
             start = time.perf_counter()
-            found = await self._source(request.source.kind)(request.source, request.version)
-            held = self._held_as(request.version, found)
+            # Find the version while generation goes on, and refuse one that can't be loaded.
+            find = self._source(request.source.kind)
+            incoming = await find(request.source, request.version)
+            held = self._held_as(request.version, incoming)
             if request.compare:
-                return await self._compare(request.version, found, held, start)
-            if held is None or held.source != request.source:  # a broadcast's tells its run
-                held = await self._load(request, found, start)
+                return await self._compare(request.version, incoming, held, start)
+            # A version that is held already is not loaded again; a broadcast's source tells its run.
+            if held is None or held.source != request.source:
+                held = await self._load(request, incoming, start)
             if self._sleep_state is not None:
                 await self._sleep_state.wake()
             return held.answer
@@ -249,16 +248,18 @@ class Engine:
             raise invalid(message, "start it with the part's file under server.plugins, or set another sync.backend")
         return self.sources[kind]
 
-    def _held_as(self, version: int, found: Found) -> Held | None:
+    def _held_as(self, version: int, incoming: Found) -> Held | None:
         """Return this version if the model holds it already; a resumed run gives its name to other weights."""
         held = self.held
-        if held is None or held.answer.version != version or found.checksum not in ("", held.answer.checksum):
+        if held is None or held.answer.version != version or incoming.checksum not in ("", held.answer.checksum):
             return None
         return held
 
-    async def _load(self, request: protocol.ReloadRequest, found: Found, start: float) -> Held:
+    async def _load(self, request: protocol.ReloadRequest, incoming: Found, start: float) -> Held:
         async def load() -> dict[str, Any]:
-            answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, *found.call, found.checksum, False)
+            answers: list[dict[str, Any]] = await vllm_api.call_workers(
+                self.llm, *incoming.call, incoming.checksum, False
+            )
             await self.llm.update_weight_version(str(request.version))
             await self._resume()
             return answers[0]
@@ -266,9 +267,9 @@ class Engine:
         was_asleep = self._sleep_state is not None and await self._sleep_state.rise()
         if not was_asleep:
             await self.pause(request.in_flight)
-        if found.is_whole:
+        if incoming.is_whole:
             self._condition.replace_base()
-        loaded = await self._change(f"loading version {request.version}", found, load())
+        loaded = await self._change(f"loading version {request.version}", incoming, load())
         self._mend()
         answer = protocol.ReloadResponse(
             version=request.version,
@@ -281,7 +282,7 @@ class Engine:
         self._condition.hold(held)
         return held
 
-    async def _compare(self, version: int, found: Found, held: Held | None, start: float) -> protocol.ReloadResponse:
+    async def _compare(self, version: int, incoming: Found, held: Held | None, start: float) -> protocol.ReloadResponse:
         if held is None:
             message = f"the engine does not hold this version {version}, so it can't be compared"
             raise ApiError(503, "other_version", message, "load it first")
@@ -289,7 +290,7 @@ class Engine:
 
         async def compare() -> None:
             try:
-                answers = await vllm_api.call_workers(self.llm, *found.call, held.answer.checksum, True)
+                answers = await vllm_api.call_workers(self.llm, *incoming.call, held.answer.checksum, True)
             except RuntimeError as error:  # of workers, which have put back what they compared
                 await self._resume()
                 message = f"{doing} failed: {cause_of(error)}"
@@ -303,15 +304,15 @@ class Engine:
             await self._resume()
 
         await self.pause("keep", clear_cache=False)
-        await self._change(doing, found, compare())
+        await self._change(doing, incoming, compare())
         return held.answer.model_copy(update={"seconds": time.perf_counter() - start})
 
-    async def _change(self, doing: str, found: Found, work: Awaitable[T]) -> T:
+    async def _change(self, doing: str, incoming: Found, work: Awaitable[T]) -> T:
         """Return the work's result. Where it fails, the engine stays paused: its model may be half loaded."""
         try:
             return await self.in_time(work)
         except Exception as error:
-            found.discard()
+            incoming.discard()
             if isinstance(error, ApiError):  # which says what the engine does now
                 raise
             raise await self.fail_all(500, "reload_failed", f"{doing} failed: {cause_of(error)}", RELOAD) from error

@@ -1,6 +1,7 @@
 """Run vLLM 0.32's engine, by its private names too.
 
-Its arguments are in vllm_arguments.py, what changes weights in vllm_weights.py.
+Its arguments are in vllm_arguments.py, requests in vllm_requests.py, and vllm_weights.py changes
+weights.
 """
 
 import asyncio
@@ -77,10 +78,10 @@ def allow_amx() -> None:
 
 
 def start_engine(args: Namespace) -> Any:
-    """Return the AsyncLLM of an engine that has loaded the model.
+    """Start an engine, which loads the model. Returns its AsyncLLM.
 
-    Call it outside an event loop, where a signal can interrupt it. Where the engine can hold an adapter, each request
-    uses it, so `drop_adapter` must follow.
+    Call it outside an event loop, where a signal can interrupt it. If the engine can hold an adapter,
+    every request uses one: call `drop_adapter` before the first request.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -89,13 +90,16 @@ def start_engine(args: Namespace) -> Any:
 
     import hocket.server.vllm_text  # noqa: F401 - vLLM's own routes make text as it does
 
-    # without the usage, vLLM takes a quarter of the batched tokens on an H100
+    # Without the usage, vLLM takes a quarter of the batched tokens on an H100.
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
-    if is_cpu_build():  # where a new process would import all of vLLM once more: half of the start
+    # On a CPU the engine is a fork: a new process would import all of vLLM again, half of the start.
+    if is_cpu_build():
         vllm.v1.engine.utils.get_mp_context = Forks
+    # The engine's process runs our function, which calls vLLM's. A forked child inherits both; in
+    # any other one the class is vLLM's own again.
     original = EngineCoreProc.run_engine_core
-    EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
+    EngineCoreProc.vllm_run_engine_core = original
     EngineCoreProc.run_engine_core = functools.partial(run_engine, llm_class.last_words)
     try:
         return llm_class.from_vllm_config(config)
@@ -106,7 +110,11 @@ def start_engine(args: Namespace) -> Any:
 
 
 class ForkedEngine(ForkProcess):
-    """Has the app imported while the engine starts; before the fork, it would wait for ever for what a thread holds."""
+    """A forked engine. Its parent imports vLLM's app meanwhile, in a thread.
+
+    The thread starts after the fork: a lock that it held at the fork would stay locked for ever in
+    the child.
+    """
 
     def start(self) -> None:
         super().start()
@@ -123,9 +131,10 @@ def _import_app() -> None:
 
 
 def _admitting_llm(num_slots: int) -> Any:
-    """Return AsyncLLM with a door: requests, vLLM's routes' too, wait for one of `num_slots` slots.
+    """Make a class of AsyncLLM that admits at most `num_slots` requests at once; others wait.
 
-    Each first calls `require_ready`, which may raise; `in_flight` counts those that have a slot.
+    Requests of vLLM's own routes come this way, too. Each first calls `require_ready`, which may
+    raise. `in_flight` counts the requests that have a slot.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -140,6 +149,7 @@ def _admitting_llm(num_slots: int) -> Any:
         in_flight = 0
 
         def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
+            # If the engine can hold an adapter it always has one, if only of zeros.
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")
             generate = super().generate
@@ -150,6 +160,7 @@ def _admitting_llm(num_slots: int) -> Any:
                 params.stop_token_ids = [*(params.stop_token_ids or ()), *ends]
                 return self.admitted(generate(prompt, params, request_id, **kwargs))
 
+            # An agent's session samples its own way, and asks as often as it wants.
             sample = SAMPLE.get()
             if sample is None:
                 return ask(sampling_params, request_id)
@@ -172,7 +183,7 @@ def _admitting_llm(num_slots: int) -> Any:
 
 
 def _failure(error: Exception) -> ApiError:
-    """Return the answer where vLLM could not begin a request; its own error has no message."""
+    """Make the error of a request that vLLM could not begin; vLLM's own has no message."""
     cause = error.__cause__ or error
     logger.error("vLLM could not begin a request", exc_info=cause)
     if isinstance(cause, ImportError):
@@ -184,7 +195,8 @@ def _failure(error: Exception) -> ApiError:
 def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Bound vLLM's plan of the KV cache to the blocks that requests can fill, unless a size is set.
 
-    Of a tiny model a large GPU holds millions, and vLLM walks through all with each weight version.
+    A large GPU holds millions of a tiny model's blocks, and vLLM walks through all of them with each
+    weight version.
     """
 
     def bounded_plan(config: Any, specs: Any, memory: Any) -> list[Any]:
@@ -202,7 +214,7 @@ def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
-    """Run the engine's process, tied to the server; what ends it goes to a file."""
+    """Run the engine in this process, which ends with the server; write the error that ends it to a file."""
     from vllm.v1.engine import core
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -214,12 +226,15 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
 
     logging.getLogger("vllm.v1.engine.core").addFilter(keep)
     core.get_kv_cache_configs = bounded(core.get_kv_cache_configs)
-    gc.freeze()  # what a fork shares is not copied by a search for garbage
+    # A search for garbage would copy the memory that a fork shares.
+    gc.freeze()
     gc.enable()
     die_with_parent_process()
     allow_amx()
-    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after its requests
+    # A terminal's Ctrl-C is for the server, which ends this process after its requests.
+    os.setpgid(0, 0)
     try:
+        # vLLM's own function: under its own name where this process is no fork.
         getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
     except Exception:  # noqa: BLE001 - the server says it
         sys.exit(1)
@@ -228,11 +243,14 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
 def last_words(llm: Any) -> str:
     """Name the error that ended the engine and the place of its traceback; "" if it runs, or was killed."""
     path: Path = llm.last_words
-    return f"{path.read_text('utf-8').splitlines()[0]} (its traceback is in {path})" if path.exists() else ""
+    if not path.exists():
+        return ""
+    error = path.read_text("utf-8").splitlines()[0]
+    return f"{error} (its traceback is in {path})"
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Return vLLM's OpenAI-compatible app on the engine, with the ROUTES alone."""
+    """Make vLLM's OpenAI-compatible app on the engine, with the ROUTES alone."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     args = app_arguments(args)
@@ -255,16 +273,19 @@ def load() -> dict[str, Any]:
     from prometheus_client import REGISTRY
 
     names = {"vllm:num_requests_waiting": "waiting", "vllm:kv_cache_usage_perc": "kv_use"}
-    found = {}
+    fields: dict[str, Any] = {}
     for family in REGISTRY.restricted_registry(names).collect():
-        values = [sample.value for sample in family.samples]  # of each engine
-        found[names[family.name]] = int(sum(values)) if family.name.endswith("waiting") else max(values)
-    return found
+        per_engine = [sample.value for sample in family.samples]
+        if names[family.name] == "waiting":
+            fields["waiting"] = int(sum(per_engine))
+        else:
+            fields["kv_use"] = max(per_engine)
+    return fields
 
 
 async def abort_all(llm: Any) -> None:
     """End every request, vLLM's routes' too; nothing is sampled until generation is resumed."""
-    # vLLM reports failures of the engine as plain Exceptions. This is on the way out of another one.
+    # vLLM reports failures of the engine as plain Exceptions. The caller already reports another one.
     with contextlib.suppress(Exception):
         await asyncio.wait_for(llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
 
@@ -272,7 +293,7 @@ async def abort_all(llm: Any) -> None:
 def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """Make a method return {"value": ...}, or {"error": ...} where it raises.
 
-    After an exception vLLM would take the other workers' answers for those to later calls.
+    A worker must not raise: vLLM would then take the other workers' answers for those to later calls.
     """
 
     @functools.wraps(method)
@@ -288,6 +309,7 @@ def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
     """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
     answers = await llm.collective_rpc(method, args=arguments)
-    if errors := [answer["error"] for answer in answers if "error" in answer]:
-        raise RuntimeError(errors[0])
+    for answer in answers:
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
     return [answer["value"] for answer in answers]

@@ -21,9 +21,9 @@ SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
 
 
 def sampling_params(sampling: SamplingParams, seed: int | None, begun: int = 0) -> Any:
-    """Return vLLM's parameters for one completion, whose output comes at the end.
+    """Make vLLM's parameters for one completion, whose output comes at the end.
 
-    `begun`: how many of the prompt's last tokens belong to the same turn.
+    `begun` is the number of the prompt's last tokens that belong to the same turn.
     """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmParams
@@ -69,19 +69,20 @@ AGENT_PARAMS = (
 
 def refuse_constraints(params: Any) -> None:
     """Raise ApiError where an agent's parameters give what can't be trained."""
-    wanted = [name for name in CONSTRAINTS if getattr(params, name)]
-    if wanted:
-        message = f"{', '.join(wanted)}: what is sampled under constraints is not the policy, and can't be trained"
+    set_names = [name for name in CONSTRAINTS if getattr(params, name)]
+    if set_names:
+        message = f"{', '.join(set_names)}: what is sampled under constraints is not the policy, and can't be trained"
         hint = "leave them out; response_format, and a tool_choice other than auto and none, are constraints, too"
         raise ApiError(400, "not_recorded", message, hint)
 
 
 def call_params(params: Any, sampling: SamplingParams) -> Any:
-    """Return vLLM's parameters for a call: sampled as its session says, answered as its agent asks."""
+    """Make vLLM's parameters for a call: sampled as its session says, answered as its agent asks."""
     from vllm.sampling_params import SamplingParams as VllmParams
 
+    from_agent = {name: getattr(params, name) for name in AGENT_PARAMS}
     return VllmParams(
-        **{name: getattr(params, name) for name in AGENT_PARAMS},
+        **from_agent,
         **sampling.model_dump(include=SHARED),
         stop=[*params.stop, *sampling.stop],
         stop_token_ids=[*params.stop_token_ids, *sampling.stop_token_ids],
@@ -91,12 +92,12 @@ def call_params(params: Any, sampling: SamplingParams) -> Any:
 
 
 def version_spans(output: Any) -> tuple[VersionSpan, ...]:
-    """Return (weight version, start, end) over the tokens of vLLM's CompletionOutput."""
+    """Read the spans (weight version, start, end) over the tokens of vLLM's CompletionOutput."""
     return tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
 
 
 def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
-    """Return vLLM's prompt, made in the thread in which vLLM's routes make theirs. Raises what vLLM does."""
+    """Make vLLM's prompt, in the thread in which vLLM's routes make theirs. Raises vLLM's errors."""
     renderer = llm.renderer
     made = renderer._mm_executor.submit(renderer._process_multimodal, token_ids, {"image": images}, None, None)
     return made.result()
@@ -105,25 +106,31 @@ def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
 async def complete(
     llm: Any, prompt: Any, sampling: SamplingParams, seed: int | None, request_id: str, begun: int = 0
 ) -> Any:
-    """Sample one completion of token ids, or of vLLM's own prompt, or raise ApiError. A cancelled call aborts it."""
+    """Sample one completion of token ids, or of vLLM's own prompt. A cancelled call aborts it.
+
+    Raises ApiError where vLLM refuses the request.
+    """
     from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
 
-    prompt = tokens_input(prompt) if isinstance(prompt, list) else prompt
-    asked = llm.generate(prompt, sampling_params(sampling, seed, begun), request_id)
+    if isinstance(prompt, list):
+        prompt = tokens_input(prompt)
+    params = sampling_params(sampling, seed, begun)
     try:
-        return [output async for output in asked][-1].outputs[0]
+        outputs = [output async for output in llm.generate(prompt, params, request_id)]
+        return outputs[-1].outputs[0]
     except VLLMClientError as error:
         raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
 
 
 async def abort(llm: Any, request_ids: Sequence[str]) -> None:
-    """End requests with one message to the engine: of many it takes one by one in n² time."""
+    """End requests with one message to the engine: n messages take it n² time."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if request_ids:
-        with contextlib.suppress(EngineDeadError):  # they have ended with it
-            await asyncio.shield(llm.abort(request_ids))  # half of it done would leave them running for ever
+        # A dead engine has ended them. An abort that is cancelled halfway would let some run for ever.
+        with contextlib.suppress(EngineDeadError):
+            await asyncio.shield(llm.abort(request_ids))
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
@@ -134,7 +141,7 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     try:
         request = ChatCompletionRequest(messages=[], tools=list(tools.tools))
         parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
-    # there is no such parser, it lacks a package or token, or a tool is none of OpenAI's API
+    # There is no such parser, it lacks a package or token, or a tool is none of OpenAI's API.
     except (KeyError, ImportError, RuntimeError, ValueError) as error:
         known = ", ".join(ToolParserManager.list_registered())
         message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
@@ -151,7 +158,7 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
 
     def find(token_ids: Sequence[int]) -> list[ToolCall]:
         text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
-        # A call is whole where only the tag that closes it was cut off.
+        # A call is complete even if the tag that closes it was cut off.
         calls = parse(text) or parse(CUT_TAG.sub("", text))
         return [
             ToolCall(
