@@ -58,7 +58,7 @@ def test_only_the_engine_moves_its_state() -> None:
     changes = r"move\(|hold\(|drop_weights\(|replace_base\("
     writes = re.compile(
         rf"\b_condition\.({changes})"
-        r"|\bengine\.(_\w+|version|held|lock|asleep|is_asleep|base_replaced|holder|session) \|?= "
+        r"|engine\.(_\w+|version|held|lock|asleep|is_asleep|base_replaced|holder|session) \|?= "
     )
     files = [path for path in package.rglob("*.py") if writes.search(path.read_text(encoding="utf-8"))]
     assert [path.relative_to(package).as_posix() for path in files] == ["server/engine.py"]

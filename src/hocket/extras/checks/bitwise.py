@@ -8,6 +8,9 @@ vLLM's own `compute_weight_checksums` before and after another load would need n
 but sees parameters only. On a CPU vLLM packs every matrix into a copy that is none: the lies
 frozen_matrix, permuted_rows, frozen_vision and vision_off (tests/lies.py) stay hidden from it. And
 a comparison that breaks off must leave the model as it was, which another load does not.
+
+A tensor that vLLM's loader does not write is new memory here, and so differs but by chance. Loading
+names such layers by itself (vllm_weights.reload).
 """
 
 import contextlib
