@@ -36,7 +36,7 @@ from hocket.common import environment
 from hocket.common.machine import cpu_threads
 from hocket.config import read_settings
 from hocket.server import main as server_main
-from hocket.server import vllm_api, vllm_arguments
+from hocket.server import vllm_api, vllm_arguments, vllm_requests
 from support.processes import free_port
 
 PROMPT_TOKENS = 16
@@ -90,7 +90,10 @@ async def measure(
 
     async def direct() -> int:
         outputs = await asyncio.gather(
-            *(vllm_api.complete(llm, job.token_ids, job.sampling, job.seed, f"direct-{job.prompt}") for job in jobs)
+            *(
+                vllm_requests.complete(llm, job.token_ids, job.sampling, job.seed, f"direct-{job.prompt}")
+                for job in jobs
+            )
         )
         return sum(len(output.token_ids) for output in outputs)
 

@@ -171,7 +171,7 @@ class Told:
 
 def lie() -> None:
     """Replaces functions of the server; call it before the engine is started."""
-    from hocket.server import vllm_api
+    from hocket.server import vllm_requests
     from hocket.server.engine import Engine
     from hocket.server.generate import Sampler
     from hocket.server.worker import WorkerExtension
@@ -184,7 +184,8 @@ def lie() -> None:
         return load(worker, parts if compare else told.load(parts), adapter, compare)
 
     WorkerExtension._hocket_load = lying  # type: ignore[method-assign]
-    reload, complete, params, answer = Engine.reload, vllm_api.complete, vllm_api.sampling_params, Sampler.complete
+    reload, answer = Engine.reload, Sampler.complete
+    complete, params = vllm_requests.complete, vllm_requests.sampling_params
 
     @functools.wraps(reload)  # FastAPI reads its signature
     async def counted(engine: Any, request: Any) -> Any:
@@ -208,7 +209,9 @@ def lie() -> None:
         change = OF_ANSWERS.get(told.now())
         return job, completion.model_copy(update=change(completion)) if change else completion
 
-    Engine.reload, vllm_api.complete, vllm_api.sampling_params = counted, told_logprobs, otherwise  # type: ignore[method-assign, assignment]
+    Engine.reload = counted  # type: ignore[method-assign]
+    vllm_requests.complete = told_logprobs  # type: ignore[assignment]
+    vllm_requests.sampling_params = otherwise
     Sampler.complete = told_answer  # type: ignore[method-assign]
 
 

@@ -32,7 +32,14 @@ LAYERS = (  # the rooms by floors: a module imports from floors above its own li
 )
 SERVED = ("extras.agents.sessions", "extras.delta.load", "extras.http_reward.serve", "extras.page", "extras.upload")
 HOMES = {  # the only places that may import a package
-    "vllm": {"server.vllm_api", "server.vllm_arguments", "server.vllm_text", "server.vllm_weights"},
+    "vllm": {
+        "server.vllm_api",
+        "server.vllm_arguments",
+        "server.vllm_requests",
+        "server.vllm_text",
+        "server.vllm_weights",
+        "extras.checks.bitwise",
+    },
     "fastapi": {"server", *SERVED},
     "starlette": {"server", *SERVED},
     "uvicorn": {"server", "extras.public", *SERVED},

@@ -64,7 +64,7 @@ class Server:
 
     async def play(self, token_ids: list[int], sizes: list[int], stop: tuple[str, ...]) -> tuple[Rollout, Action]:
         speaks = SpeakingEngine(self.tokenizer, *token_ids)
-        self.monkeypatch.setattr("hocket.server.vllm_api.complete", speaks)
+        self.monkeypatch.setattr("hocket.server.vllm_requests.complete", speaks)
         parts = Parts(sizes, stop)
         prompt = Prompt(id="p", token_ids=array("I", pieces_of(self.tokenizer, "the END of STOP a")))
         bounds = limits(max_length=15_000)

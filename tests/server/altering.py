@@ -32,7 +32,7 @@ def altered(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 def altering(load: Callable[..., Any]) -> Callable[..., Any]:
     def altered_load(worker: Any, weights: Iterator[tuple[str, Any]], adapter: Any) -> None:
         stale = Path(os.environ["ALTER"]).read_text(encoding="utf-8").endswith(" stale")
-        heads = patch.object(vllm_weights, "_packed_heads", lambda worker: [])
+        heads = patch.object(vllm_weights, "packed_heads", lambda worker: [])
         with heads if stale else contextlib.nullcontext():
             load(worker, altered(weights), adapter)
 

@@ -15,6 +15,7 @@ from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, Samp
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
+from hocket.server.state import Condition
 from support import fakes
 from support.engines import asking, error_of, make_sampler, wrap
 
@@ -23,7 +24,8 @@ class FakeEngine(Engine):
     """Completes each job with its own index, last job first."""
 
     def __init__(self, reader: Sampler) -> None:
-        self.version, self.model, self.llm = 3, "fake", SimpleNamespace()
+        self._condition = Condition(None, _version=3)
+        self.model, self.llm = "fake", SimpleNamespace()
         self.root, self.sources, self.share_gpu = Path("/nowhere"), {}, False
         self.reader = reader
         self.sampler: Any = self

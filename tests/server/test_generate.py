@@ -156,7 +156,7 @@ async def test_no_tokenizer_is_used_by_two_threads(monkeypatch: pytest.MonkeyPat
     )
 
     sampled = AsyncMock(return_value=output(jobs[0].token_ids, [-1.0, -0.5]))
-    monkeypatch.setattr("hocket.server.vllm_api.complete", sampled)
+    monkeypatch.setattr("hocket.server.vllm_requests.complete", sampled)
     _, completion = await sampler.complete(jobs[0])
     assert completion.text == "ab"
     assert len(set.union(*threads.values())) == 2, "prompts are read in a thread of their own"
@@ -173,7 +173,7 @@ async def spoken(monkeypatch: pytest.MonkeyPatch, says: str | list[int], *, eos:
     sampler = make_sampler(tokenizer)
     sampler._max_length = 512
     token_ids = pieces_of(tokenizer, says) if isinstance(says, str) else says
-    monkeypatch.setattr("hocket.server.vllm_api.complete", SpeakingEngine(tokenizer, *token_ids, eos=eos))
+    monkeypatch.setattr("hocket.server.vllm_requests.complete", SpeakingEngine(tokenizer, *token_ids, eos=eos))
     asked = {"prompts": [[5]]} | body | {"sampling": {"max_tokens": 256, **body.get("sampling", {})}}
     _, jobs = await sampler.read(json.dumps(asked).encode())
     return (await sampler.complete(jobs[0]))[1]
@@ -220,7 +220,7 @@ async def test_a_tag_that_is_one_token_may_end_the_sampling(monkeypatch: pytest.
     tokenizer = with_merged_bytes()
     tool = tokenizer.convert_tokens_to_ids("<tool>")
     seen: list[list[int]] = []
-    monkeypatch.setattr("hocket.server.vllm_api.find_calls", lambda *_: lambda ids: seen.append(list(ids)) or [])
+    monkeypatch.setattr("hocket.server.vllm_requests.find_calls", lambda *_: lambda ids: seen.append(list(ids)) or [])
     tools = {"parser": "hermes", "tools": TOOLS}
     done = await spoken(monkeypatch, [7, tool], sampling={"stop_token_ids": [tool]}, tools=tools)
     assert (done.text, seen) == (tokenizer.decode([7]), [[7, tool]])
@@ -243,7 +243,7 @@ async def test_a_turn_that_goes_on_has_its_text_and_calls_whole_wherever_it_was_
 
 async def test_log_probs_that_are_no_numbers_are_the_weights_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, bad = make_sampler(), output([1, 2], [-1.0, float("nan")])
-    monkeypatch.setattr("hocket.server.vllm_api.complete", AsyncMock(return_value=bad))
+    monkeypatch.setattr("hocket.server.vllm_requests.complete", AsyncMock(return_value=bad))
     _, jobs = await sampler.read(b'{"prompts": [[5]]}')
     with pytest.raises(ApiError, match="log-probs that are not finite") as refused:
         await sampler.complete(jobs[0])
@@ -259,7 +259,7 @@ async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_them(monk
             await asyncio.Event().wait()
         return output([1, 2], [-1.0, -0.5])
 
-    monkeypatch.setattr("hocket.server.vllm_api.complete", complete)
+    monkeypatch.setattr("hocket.server.vllm_requests.complete", complete)
     sampler._llm.abort = AsyncMock()
     _, jobs = await sampler.read(b'{"prompts": [[5], [6]], "n": 100}')
     async with contextlib.aclosing(sampler.completions(jobs)) as finished:

@@ -2,16 +2,16 @@
 
 import pytest
 
-from hocket.server import engine
-from hocket.server.engine import HOLD_S, Holder
+from hocket.server import holder
 from hocket.server.errors import ApiError
+from hocket.server.holder import HOLD_S, Holder
 from support import fakes
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> fakes.Clock:
     clock = fakes.Clock()
-    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(holder, "time", clock)
     return clock
 
 

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import importlib
 import inspect
-import json
 import logging
 import os
 import re
@@ -20,11 +19,9 @@ from prometheus_client import CollectorRegistry, Gauge
 from transformers import AutoConfig
 
 from hocket.config import load
-from hocket.data import tokenizer
 from hocket.errors import ConfigError
-from hocket.protocol import SamplingParams, TensorSpec, Toolbox
-from hocket.server import main, vllm_api, vllm_arguments, vllm_text, vllm_weights, worker
-from hocket.server.errors import ApiError
+from hocket.protocol import TensorSpec
+from hocket.server import main, vllm_api, vllm_arguments, vllm_requests, vllm_text, vllm_weights, worker
 from hocket.server.worker import WorkerExtension
 from support import fakes
 from support.engines import asking, idle_engine, make_model, wrap
@@ -36,12 +33,10 @@ NAMES = {
     "vllm.engine.arg_utils": "AsyncEngineArgs.from_cli_args AsyncEngineArgs.create_engine_config",
     "vllm.lora.worker_manager": "LRUCacheWorkerLoRAManager.add_dummy_lora "
     "LRUCacheWorkerLoRAManager.get_dummy_lora_warmup_rank",
-    "vllm.model_executor.layers.utils": "dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.model_loader.reload.inplace": "finalize_layerwise_reload",
-    "vllm.model_executor.model_loader.reload.layerwise": "_copy_and_restore_kernel_tensors _place_kernel_tensors "
-    "finalize_layerwise_reload get_layer_params_buffers get_layerwise_info is_deferred_attention_layer",
-    "vllm.model_executor.model_loader.reload.meta": "SKIP_LOAD_TENSORS SKIP_TENSORS get_layer_tensors "
-    "get_tensor_load_numel materialize_meta_tensor",
+    "vllm.model_executor.model_loader.reload.layerwise": "finalize_layerwise_reload get_layer_params_buffers "
+    "get_layerwise_info is_deferred_attention_layer",
+    "vllm.model_executor.model_loader.reload.meta": "SKIP_LOAD_TENSORS get_tensor_load_numel",
     "vllm.model_executor.model_loader.reload.types": "LayerReloadingInfo.can_load",
     "vllm.outputs": "CompletionOutput RequestOutput",
     "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",
@@ -88,7 +83,7 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
     names = [(module, name) for module, names in NAMES.items() for name in names.split()]
     imported = [
         (node.module, alias.name)
-        for module in (vllm_api, vllm_arguments, vllm_text, vllm_weights)
+        for module in (vllm_api, vllm_arguments, vllm_requests, vllm_text, vllm_weights)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
         for alias in node.names
@@ -101,25 +96,11 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
             found = getattr(found, part)
 
 
-def test_a_reload_still_calls_what_a_comparison_replaces() -> None:
-    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
-    from vllm.model_executor.model_loader.reload import inplace, layerwise, meta, types
+def test_a_reload_still_calls_what_a_load_replaces() -> None:
+    from vllm.model_executor.model_loader.reload import inplace, types
 
-    layers = (linear.UnquantizedLinearMethod, vocab_parallel_embedding.UnquantizedEmbeddingMethod)
-    callers: list[tuple[Any, str, Any]] = [
-        (inplace.reload_weights, "finalize_layerwise_reload(model, model_config)", inplace),
-        (layerwise._layerwise_process, "_copy_and_restore_kernel_tensors(layer, info)", layerwise),
-        (meta.materialize_layer, "materialize_meta_tensor(tensor)", meta),
-    ]
-    for layer in layers:
-        process = layer.process_weights_after_loading
-        callers.append((process, "dispatch_cpu_unquantized_gemm(layer, remove_weight=", utils))
-    for caller, call, module in callers:
-        source, name = inspect.getsource(caller), call.partition("(")[0]
-        assert call in source, name
-        assert hasattr(module, name)
-        assert module is not utils or f"layers.utils import {name}" in source, f"{name} is imported too early"
-    fields = {"kernel_tensors", "kernel_non_persistent_buffers", "load_numel", "loaded_weights"}
+    assert "finalize_layerwise_reload(model, model_config)" in inspect.getsource(inplace.reload_weights)
+    fields = {"kernel_tensors", "load_numel", "loaded_weights"}
     assert fields <= types.LayerReloadingInfo.__dataclass_fields__.keys()
 
 
@@ -171,7 +152,7 @@ def test_the_kv_cache_has_no_more_blocks_than_all_requests_can_fill(model: str) 
 
 def test_a_load_frees_its_memory_for_a_kv_cache_that_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.empty_cache", free := Mock())
-    for method in ("_expert_methods", "_reload", "_packed_heads"):
+    for method in ("expert_methods", "reload", "packed_heads"):
         monkeypatch.setattr(vllm_weights, method, lambda *_: [])
     vllm_weights.load(SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None)), iter(()), None)
     free.assert_called_once_with()
@@ -308,15 +289,6 @@ def test_an_engine_argument_that_hocket_owns_or_vllm_lacks_is_refused(model: str
         arguments(model, f"server.engine={engine}")
 
 
-def test_sampling_reaches_vllm_unchanged() -> None:
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop=("x",), stop_token_ids=(2,))
-    made = vllm_api.sampling_params(sampling, seed=9, begun=4)
-    assert (made.temperature, made.top_p, made.top_k, made.max_tokens) == (0.7, 0.9, 5, 3)
-    assert (made.stop, made.stop_token_ids, made.seed, made.n) == (["x"], [2], 9, 1)
-    assert made.extra_args == {vllm_text.BEGUN: 4}
-    assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
-
-
 async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(model: str) -> None:
     args = arguments(model)
     app = vllm_api.app_without_engine(args, ("generate",), None)
@@ -335,58 +307,6 @@ async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(m
         for path in ("/openapi.json", "/docs", "/metrics"):
             response = await http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
             assert response.status_code == 200, path
-
-
-CALCULATE = {
-    "type": "function",
-    "function": {
-        "name": "calculate",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def tools_tokenizer() -> Any:
-    return tokenizer.load(str(Path(__file__).parents[2] / "checkpoints" / "tiny-tools"))
-
-
-CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
-SUM = {"expression": "1+2"}
-
-
-@pytest.mark.parametrize(
-    ("parser", "text", "calls"),
-    [
-        ("hermes", CALL % ("calculate", json.dumps(SUM)) + CALL % ("other", "{}"), [("calculate", SUM), ("other", {})]),
-        ("hermes", (CALL % ("calculate", json.dumps(SUM))).rstrip()[:-1], [("calculate", SUM)]),  # a stop string's rest
-        ("hermes", "no call at all", []),
-        ("hermes", '<tool_call>{"name": "calculate", "argum', []),
-        ("hermes", "<tool_call>[1]</tool_call>", []),
-        ("pythonic", '[calculate(expression="1+2")]', [("calculate", SUM)]),
-    ],
-)
-def test_vllms_parsers_find_the_calls_in_token_ids(
-    tools_tokenizer: Any, parser: str, text: str, calls: list[Any]
-) -> None:
-    find = vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=(CALCULATE,)))
-    for found in (find(tools_tokenizer.encode(text)), find(tools_tokenizer.encode(text))):  # it keeps no state
-        assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-        assert all(call.id == "" for call in found)  # vLLM's own are random
-
-
-@pytest.mark.parametrize(
-    ("parser", "tool", "said"),
-    [
-        ("herms", CALCULATE, "tool parser 'herms' can't be used: .*not found"),
-        ("llama3_json", CALCULATE, "'llama3_json' can't be used: .*bot token"),
-        ("hermes", {"name": "calculate"}, "tools.0.function"),
-    ],
-)
-def test_tools_that_could_not_be_parsed_are_refused(tools_tokenizer: Any, parser: str, tool: Any, said: str) -> None:
-    with pytest.raises(ApiError, match=f"(?s){said}") as refused:
-        vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=(tool,)))
-    assert "vLLM has the parsers " in refused.value.body.hint
 
 
 def test_what_ends_the_engine_s_process_is_kept_for_the_server(

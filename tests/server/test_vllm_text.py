@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hocket.protocol import SamplingParams
-from hocket.server import vllm_api
+from hocket.server import vllm_requests
 from support.engines import vllm_text
 from support.tokenizers import SPECIAL, pieces_of, random_ids, random_text, with_byte_fallback, with_merged_bytes
 
@@ -27,7 +27,7 @@ def written(
 
     begun: None as vLLM's own routes ask.
     """
-    params = vllm_api.sampling_params(SamplingParams(max_tokens=64, stop=stop), 1, begun or 0)
+    params = vllm_requests.sampling_params(SamplingParams(max_tokens=64, stop=stop), 1, begun or 0)
     params.extra_args = params.extra_args if begun is not None else None
     for name, value in more.items():
         setattr(params, name, value)
@@ -86,7 +86,7 @@ def test_stop_strings_see_special_tokens_that_the_text_leaves_out(
     assert stop not in tokenizer.decode(ids[: count - 1])
     assert written(tokenizer, [], ids, stop, begun=None) == (count, shown), "on vLLM's routes, too"
     assert written(tokenizer, [], ids, stop, include_stop_str_in_output=True)[0] == count
-    at_once = vllm_text(tokenizer, [], vllm_api.sampling_params(SamplingParams(stop=(stop,)), 1))
+    at_once = vllm_text(tokenizer, [], vllm_requests.sampling_params(SamplingParams(stop=(stop,)), 1))
     assert at_once.update(ids, False) == stop, "also where tokens come several at a time"
     assert (at_once.num_output_tokens(), at_once.get_next_output_text(True, False)) == (count, shown)
 
@@ -97,7 +97,7 @@ def test_a_stop_string_that_only_the_name_of_a_special_token_has_ends_nothing(to
 
 def test_the_token_that_ended_a_turn_completes_no_stop_string() -> None:
     tokenizer = KINDS["merged bytes"]
-    text = vllm_text(tokenizer, [], vllm_api.sampling_params(SamplingParams(stop=(END,)), 1))
+    text = vllm_text(tokenizer, [], vllm_requests.sampling_params(SamplingParams(stop=(END,)), 1))
     assert text.update(pieces_of(tokenizer, f"the{END}"), True) is None
     assert text.get_next_output_text(True, False) == "the"
 
@@ -114,7 +114,7 @@ def test_a_stop_string_may_begin_in_the_turns_first_part_and_not_in_the_prompt(t
 @pytest.mark.parametrize("begun", [-1, 10**9, "x", None])
 def test_a_count_that_a_client_made_up_has_no_effect(begun: Any) -> None:
     tokenizer = KINDS["merged bytes"]
-    params = vllm_api.sampling_params(SamplingParams(stop=("x",)), 1, begun)
+    params = vllm_requests.sampling_params(SamplingParams(stop=("x",)), 1, begun)
     text = vllm_text(tokenizer, pieces_of(tokenizer, "the"), params)
     text.update(pieces_of(tokenizer, " the"), False)
     assert text.get_next_output_text(True, False) == " the"

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from hocket.config import load
 from hocket.protocol import AdapterConfig, TensorSpec, manifest, nccl
-from hocket.server import main, vllm_api
+from hocket.server import main, vllm_requests
 from hocket.server.app import assemble
 from hocket.server.engine import Engine
 from hocket.server.generate import Sampler
@@ -261,14 +261,14 @@ def vllm_text(tokenizer: Any, prompt: Sequence[int], params: Any) -> Any:
 
 
 class SpeakingEngine:
-    """In the place of `vllm_api.complete`: samples given tokens, and makes their text as vLLM does."""
+    """In the place of `vllm_requests.complete`: samples given tokens, and makes their text as vLLM does."""
 
     def __init__(self, tokenizer: Any, *token_ids: int, eos: bool = False) -> None:
         self._tokenizer, self._eos = tokenizer, eos
         self.left = list(token_ids)
 
     async def __call__(self, llm: Any, prompt: Any, sampling: Any, seed: Any, request_id: str, begun: int) -> Any:
-        params = vllm_api.sampling_params(sampling, seed, begun)
+        params = vllm_requests.sampling_params(sampling, seed, begun)
         text = vllm_text(self._tokenizer, prompt, params)
         written = list[int]()
         finish, reason = "length", None

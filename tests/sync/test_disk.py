@@ -17,8 +17,8 @@ from hocket.errors import ConfigError, ServerError, SyncError
 from hocket.protocol import ReloadRequest, ReloadResponse, manifest
 from hocket.protocol.manifest import ModelShapes
 from hocket.server import versions
-from hocket.server.engine import Held
 from hocket.server.errors import ApiError
+from hocket.server.state import Held
 from hocket.sync import transports
 from hocket.sync.disk import DiskTransport
 from hocket.sync.transports import Answer, Sending, chosen_transport

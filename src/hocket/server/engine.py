@@ -17,46 +17,14 @@ from hocket.protocol.manifest import ModelShapes, dtype_name, model_shapes
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, invalid
 from hocket.server.generate import Job, Sampler
+from hocket.server.holder import Holder
+from hocket.server.state import ASLEEP, DEAD, STOPPING, Condition, EngineState, Held
 from hocket.types import InFlight
 
 T = TypeVar("T")
 
-RESTART = "restart the server; its log says more"
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
-DEAD = protocol.ErrorBody(code="engine_dead", message="the engine's process ended", hint=RESTART)
-STOPPING = protocol.ErrorBody(
-    code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
-)
 MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}  # of sync.in_flight, as vLLM names them
-HOLD_S = 60.0
-"""Seconds of silence after which another trainer may have the server: heartbeats come every few seconds."""
-
-
-class Holder:
-    """The trainer that has the server: two would train on each other's samples.
-
-    One that was killed and resumes is the same, by the id in its run folder.
-    """
-
-    def __init__(self) -> None:
-        self._trainer: str | None = None
-        self._heard = 0.0  # by time.monotonic
-
-    def hear(self, trainer: str | None, *, take_over: bool = False) -> None:
-        """Let a trainer have the server; None: no trainer. Raises ApiError if another one has it."""
-        if trainer is None:
-            return
-        silent_s = time.monotonic() - self._heard
-        if self._trainer not in (None, trainer) and silent_s < HOLD_S and not take_over:
-            message = f"this server works for trainer {self._trainer}, which was last heard of {silent_s:.0f} s ago"
-            hint = f"wait until it has ended, or was silent for {HOLD_S:g} s; sync.take_over=true takes its server"
-            raise ApiError(409, "other_trainer", message, hint)
-        self._trainer = trainer
-        self._heard = time.monotonic()
-
-    def leave(self, trainer: str) -> None:
-        if self._trainer == trainer:
-            self._trainer = None
 
 
 class Found(NamedTuple):
@@ -70,11 +38,6 @@ class Found(NamedTuple):
 
 Find = Callable[[Any, int], Awaitable[Found]]
 """(source, version) -> what is there. Raises ApiError with 4xx where that is not this version of the model."""
-
-
-class Held(NamedTuple):
-    source: protocol.Source | None  # None: what it was started with
-    answer: protocol.ReloadResponse
 
 
 class SleepState(Protocol):
@@ -100,14 +63,14 @@ class Engine:
         share_gpu: bool = False,
         template: Mapping[str, Any],  # options of the chat template
     ) -> None:
-        admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before it fell
+        # Requests that were let in before the engine fell asleep wait until it wakes up.
+        admitted = functools.partial(self.require_ready, admits={"asleep"})
         tokenizer = tokenizers.load(model)
         versions.remove_left()
         self.llm = llm
         llm.require_ready = admitted
         llm.ends = sorted(tokenizers.end_ids(model, tokenizer) - {tokenizer.placeholder})
         self.model = model
-        self.version = 0  # that new tokens are sampled with
         self.sampler = Sampler(llm, tokenizer, admitted, template)
         self.root = root.resolve()
         self.timeout_s = timeout_s
@@ -115,16 +78,13 @@ class Engine:
         self.session = secrets.token_hex(8)
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
         self.sources: dict[str, Find] = {"disk": self._find_on_disk}  # by kind; parts of the server add theirs
-        self.sleep_state: SleepState | None = None  # None: it shares no GPU
-        self.asleep: protocol.ErrorBody | None = None  # why it can't generate while it sleeps
+        self._sleep_state: SleepState | None = None  # None: it shares no GPU
         self.holder = Holder()
         self.lock = asyncio.Lock()  # of what changes the engine
-        self.base_replaced = False  # whether the weights that adapters belong to are gone
         first = protocol.ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self.session)
-        self.held: Held | None = Held(None, first)  # None where the model holds no version whole
+        self._condition = Condition(Held(None, first))
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._architecture = "unknown"
-        self._failure: protocol.ErrorBody | None = None
 
     async def start(self) -> None:
         """Label the first weights and generate once, which takes longer the first time."""
@@ -141,6 +101,20 @@ class Engine:
         lora = self.llm.vllm_config.lora_config
         return 0 if lora is None else int(lora.max_lora_rank)
 
+    @property
+    def version(self) -> int:
+        """The number of the version with which new tokens are sampled."""
+        return self._condition.version
+
+    @property
+    def held(self) -> Held | None:
+        """The version that the model holds; None where it holds none whole."""
+        return self._condition.held
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._condition.is_asleep
+
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
         """Raise ApiError where the engine can't generate, but for codes of `admits`."""
         reason = self._reason()
@@ -152,19 +126,55 @@ class Engine:
         self.require_ready(admits=protocol.CURABLE)
 
     def _reason(self) -> protocol.ErrorBody | None:
-        if self.llm.errored and self._failure is not STOPPING:
-            self._fail(DEAD)
-        return self._failure or self.asleep
+        """Look whether the engine lives; then say why it can't generate."""
+        # While the server is shutting down, the end of the engine's process is no failure.
+        if self.llm.errored and self._condition.state is not EngineState.STOPPING:
+            self._condition.move(EngineState.LOST, DEAD)
+        return self._condition.reason
 
     def _fail(self, reason: protocol.ErrorBody) -> None:
-        self._failure = reason
-        self.held = None
+        if reason.code not in protocol.CURABLE:
+            state = EngineState.LOST
+        elif self._condition.is_asleep:
+            state = EngineState.BROKEN_ASLEEP
+        else:
+            state = EngineState.BROKEN
+        self._condition.move(state, reason)
+
+    def share(self, sleep_state: SleepState) -> None:
+        """Wake this up with each reload: the engine shares its GPU."""
+        self._sleep_state = sleep_state
+
+    def fall_asleep(self) -> None:
+        """Refuse to generate from now on. Raises ApiError where the engine is lost."""
+        self.require_alive()
+        if self._condition.state is EngineState.READY:
+            self._condition.move(EngineState.ASLEEP, ASLEEP)
+        elif self._condition.state is EngineState.BROKEN:
+            self._condition.move(EngineState.BROKEN_ASLEEP, self._condition.reason)
+
+    def drop_weights(self) -> None:
+        """Note that the weights were thrown away, as the engine fell asleep."""
+        self._condition.drop_weights()
+
+    def wake(self) -> None:
+        """Generate again, if only sleep was in the way."""
+        if self._condition.state is EngineState.ASLEEP:
+            self._condition.move(EngineState.READY, None)
+
+    def _mend(self) -> None:
+        """Leave a failure behind, as a load has succeeded. Raises ApiError where the engine is lost."""
+        self.require_alive()  # it may be shutting down
+        if self._condition.state is EngineState.BROKEN:
+            self._condition.move(EngineState.READY, None)
+        elif self._condition.state is EngineState.BROKEN_ASLEEP:
+            self._condition.move(EngineState.ASLEEP, ASLEEP)
 
     @property
     def _status(self) -> protocol.Status:
         if self._reason() is None:
             return "updating" if self.lock.locked() else "ready"
-        return "asleep" if self._failure is None else "failed"
+        return "asleep" if self._condition.state is EngineState.ASLEEP else "failed"
 
     def health(self) -> protocol.Health:
         model = self.llm.model_config
@@ -186,7 +196,7 @@ class Engine:
             workers=self.num_workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks) * int(vllm.cache_config.block_size),
             **vllm_api.load(),
-            error=self._failure,
+            error=self._condition.failure,
         )
 
     async def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
@@ -210,22 +220,26 @@ class Engine:
     async def reload(self, request: protocol.ReloadRequest) -> protocol.ReloadResponse:
         """Load a weight version, or compare the model with it.
 
-        A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading fails, also on
-        wrong bytes, or the model differs (409 not_held), the engine stays paused and requests end with the reason,
-        until a reload succeeds. A comparison that breaks off changes nothing.
+        A version refused with 4xx changes nothing; any other one wakes the engine up. If loading
+        fails, on wrong bytes too, or the model differs (409 not_held), the engine stays paused and
+        requests end with the reason until a reload succeeds. A comparison that breaks off changes
+        nothing.
         """
         async with self.lock:
             self.holder.hear(request.trainer)
             self.require_ready(admits=() if request.compare else protocol.CURABLE)
             start = time.perf_counter()
-            found = await self._source(request.source.kind)(request.source, request.version)
-            held = self._held_as(request.version, found)
+            # Find the version while generation goes on, and refuse one that can't be loaded.
+            find = self._source(request.source.kind)
+            incoming = await find(request.source, request.version)
+            held = self._held_as(request.version, incoming)
             if request.compare:
-                return await self._compare(request.version, found, held, start)
-            if held is None or held.source != request.source:  # a broadcast's tells its run
-                held = await self._load(request, found, start)
-            if self.sleep_state is not None:
-                await self.sleep_state.wake()
+                return await self._compare(request.version, incoming, held, start)
+            # A version that is held already is not loaded again; a broadcast's source tells its run.
+            if held is None or held.source != request.source:
+                held = await self._load(request, incoming, start)
+            if self._sleep_state is not None:
+                await self._sleep_state.wake()
             return held.answer
 
     def _source(self, kind: str) -> Find:
@@ -234,28 +248,29 @@ class Engine:
             raise invalid(message, "start it with the part's file under server.plugins, or set another sync.backend")
         return self.sources[kind]
 
-    def _held_as(self, version: int, found: Found) -> Held | None:
+    def _held_as(self, version: int, incoming: Found) -> Held | None:
         """Return this version if the model holds it already; a resumed run gives its name to other weights."""
         held = self.held
-        if held is None or held.answer.version != version or found.checksum not in ("", held.answer.checksum):
+        if held is None or held.answer.version != version or incoming.checksum not in ("", held.answer.checksum):
             return None
         return held
 
-    async def _load(self, request: protocol.ReloadRequest, found: Found, start: float) -> Held:
+    async def _load(self, request: protocol.ReloadRequest, incoming: Found, start: float) -> Held:
         async def load() -> dict[str, Any]:
-            answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, *found.call, found.checksum, False)
+            answers: list[dict[str, Any]] = await vllm_api.call_workers(
+                self.llm, *incoming.call, incoming.checksum, False
+            )
             await self.llm.update_weight_version(str(request.version))
             await self._resume()
             return answers[0]
 
-        was_asleep = self.sleep_state is not None and await self.sleep_state.rise()
+        was_asleep = self._sleep_state is not None and await self._sleep_state.rise()
         if not was_asleep:
             await self.pause(request.in_flight)
-        self.base_replaced |= found.is_whole
-        loaded = await self._change(f"loading version {request.version}", found, load())
-        self.version = request.version
-        self.require_alive()  # it may be shutting down
-        self._failure = None
+        if incoming.is_whole:
+            self._condition.replace_base()
+        loaded = await self._change(f"loading version {request.version}", incoming, load())
+        self._mend()
         answer = protocol.ReloadResponse(
             version=request.version,
             seconds=time.perf_counter() - start,
@@ -263,10 +278,11 @@ class Engine:
             checksum=loaded["checksum"],
             session=self.session,
         )
-        self.held = Held(request.source, answer)
-        return self.held
+        held = Held(request.source, answer)
+        self._condition.hold(held)
+        return held
 
-    async def _compare(self, version: int, found: Found, held: Held | None, start: float) -> protocol.ReloadResponse:
+    async def _compare(self, version: int, incoming: Found, held: Held | None, start: float) -> protocol.ReloadResponse:
         if held is None:
             message = f"the engine does not hold this version {version}, so it can't be compared"
             raise ApiError(503, "other_version", message, "load it first")
@@ -274,7 +290,7 @@ class Engine:
 
         async def compare() -> None:
             try:
-                answers = await vllm_api.call_workers(self.llm, *found.call, held.answer.checksum, True)
+                answers = await vllm_api.call_workers(self.llm, *incoming.call, held.answer.checksum, True)
             except RuntimeError as error:  # of workers, which have put back what they compared
                 await self._resume()
                 message = f"{doing} failed: {cause_of(error)}"
@@ -288,22 +304,22 @@ class Engine:
             await self._resume()
 
         await self.pause("keep", clear_cache=False)
-        await self._change(doing, found, compare())
+        await self._change(doing, incoming, compare())
         return held.answer.model_copy(update={"seconds": time.perf_counter() - start})
 
-    async def _change(self, doing: str, found: Found, work: Awaitable[T]) -> T:
+    async def _change(self, doing: str, incoming: Found, work: Awaitable[T]) -> T:
         """Return the work's result. Where it fails, the engine stays paused: its model may be half loaded."""
         try:
             return await self.in_time(work)
         except Exception as error:
-            found.discard()
+            incoming.discard()
             if isinstance(error, ApiError):  # which says what the engine does now
                 raise
             raise await self.fail_all(500, "reload_failed", f"{doing} failed: {cause_of(error)}", RELOAD) from error
 
     async def _resume(self) -> None:
         self.require_alive()  # it may be shutting down
-        if self.asleep is None:
+        if not self.is_asleep:
             await self.llm.resume_generation()
 
     async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:
@@ -319,7 +335,7 @@ class Engine:
         if adapter is None:
             return model
         shapes = versions.adapter_shapes(adapter, model, self.max_adapter_rank)
-        if self.base_replaced:
+        if self._condition.is_base_replaced:
             message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
             raise ApiError(409, "base_replaced", message, "restart the server with the trainer's model.lora")
         return shapes
@@ -379,5 +395,5 @@ class Engine:
 
     async def stop(self) -> None:
         """End every request: the server is shutting down."""
-        self._fail(STOPPING)
+        self._condition.move(EngineState.STOPPING, STOPPING)
         await vllm_api.abort_all(self.llm)

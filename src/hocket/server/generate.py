@@ -15,7 +15,7 @@ import jinja2
 from hocket.common.tasks import as_completed
 from hocket.data.text import turn_text
 from hocket.protocol import Completion, GenerateRequest, PromptInput, SamplingParams
-from hocket.server import vllm_api
+from hocket.server import vllm_requests
 from hocket.server.errors import ApiError, check_count, check_finite, invalid, parse
 from hocket.types import Message
 
@@ -34,7 +34,7 @@ class Job:
     sampling: SamplingParams
     seed: int | None = None
     pictured: Any = None  # vLLM's prompt, where it has images
-    tools: vllm_api.FindCalls | None = None
+    tools: vllm_requests.FindCalls | None = None
     begun: int = 0  # of the last tokens, how many belong to the same turn
     request_id: str = dataclasses.field(default_factory=lambda: f"hocket-{next(_NUMBERS)}")
 
@@ -76,7 +76,7 @@ class Sampler:
             raise invalid(message, "send one number per prompt, or leave it out")
         check_count(sum(map(len, seeds)))
         self.check_sampling(request.sampling)
-        tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
+        tools = None if request.tools is None else vllm_requests.find_calls(self._reader, request.tools)
         jobs = []
         for number, (prompt, own_seeds) in enumerate(zip(request.prompts, seeds, strict=True)):
             token_ids, images = self._token_ids(prompt, f"prompts.{number}")
@@ -113,13 +113,13 @@ class Sampler:
                 async for done in finished:
                     yield done
             except BaseException:
-                await vllm_api.abort(self._llm, [job.request_id for job in jobs])
+                await vllm_requests.abort(self._llm, [job.request_id for job in jobs])
                 raise
 
     async def complete(self, job: Job) -> tuple[Job, Completion]:
         """Sample one completion. Raises ApiError where it is refused or breaks off."""
         prompt = job.pictured or job.token_ids
-        output = await vllm_api.complete(self._llm, prompt, job.sampling, job.seed, job.request_id, job.begun)
+        output = await vllm_requests.complete(self._llm, prompt, job.sampling, job.seed, job.request_id, job.begun)
         if output.finish_reason == "abort":
             self._require_ready()
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
@@ -143,7 +143,7 @@ class Sampler:
             text=text,
             after_text=whole.removeprefix(text) if by_string else "",
             finish_reason=output.finish_reason,
-            versions=vllm_api.version_spans(output),
+            versions=vllm_requests.version_spans(output),
             tool_calls=tuple(calls),
             prompt_token_ids=tuple(job.token_ids) if job.pictured else (),
         )

@@ -4,24 +4,20 @@ from collections.abc import Awaitable
 
 from hocket import protocol
 from hocket.errors import cause_of
-from hocket.server.engine import RESTART, Engine
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.parts import Server, router, server_part
+from hocket.server.state import RESTART
 
 PARTS = ("weights", "kv_cache")
 """What leaves the GPU, in the order in which it comes back."""
-ASLEEP = protocol.ErrorBody(
-    code="asleep",
-    message="the engine is asleep: a trainer is using the GPU",
-    hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
-)
 
 
 @server_part("share_gpu")
 def install(server: Server) -> None:
     sleeper = Sleeper(server.engine)
     if server.engine.share_gpu:
-        server.engine.sleep_state = sleeper
+        server.engine.share(sleeper)
     routes = router()
     routes.post("/sleep")(sleeper.sleep)
     server.app.include_router(routes)
@@ -43,20 +39,19 @@ class Sleeper:
             if not engine.share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
                 raise ApiError(409, "no_sleep_mode", "this server was not started to share its GPU", hint)
-            if engine.asleep is None:
+            if not engine.is_asleep:
                 await engine.pause(request.in_flight)
             if self._here > 0:
                 self._here = 0
-                engine.asleep = ASLEEP
+                engine.fall_asleep()
                 # Nothing runs any more; any other mode than keep would end paused requests.
                 await self._move(engine.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
-                    engine.held = None
-                    engine.base_replaced = True
+                    engine.drop_weights()
         return engine.health()
 
     async def rise(self) -> bool:
-        was_asleep = self._engine.asleep is not None
+        was_asleep = self._engine.is_asleep
         await self._bring_back(1)
         return was_asleep
 
@@ -70,7 +65,7 @@ class Sleeper:
             await self._move(self._engine.llm.wake_up(tags=list(away)))
             self._here = here
         if self._here == len(PARTS):
-            self._engine.asleep = None
+            self._engine.wake()
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Wait for the engine to move; after a failure nothing is known of its memory."""

@@ -10,7 +10,7 @@ import pydantic
 from hocket.common.tasks import run_in_thread
 from hocket.common.vision import check_all, data_url, decoded, fetched, file_name, from_text
 from hocket.protocol import ImagePart
-from hocket.server import vllm_api
+from hocket.server import vllm_requests
 from hocket.server.errors import ApiError, invalid
 from hocket.server.openai import PATH
 from hocket.server.parts import Server, server_part
@@ -38,7 +38,7 @@ class Eyes:
             hint = "send one placeholder for each image: the engine puts in the other tokens, also where they are there"
             raise invalid(message, hint, code="wrong_placeholders")
         try:
-            return vllm_api.image_prompt(self._llm, token_ids, opened)
+            return vllm_requests.image_prompt(self._llm, token_ids, opened)
         except ValueError as error:
             raise invalid(f"{where}: {error}", "send other images", code="refused_by_engine") from error
 

@@ -1,6 +1,7 @@
 """Run vLLM 0.32's engine, by its private names too.
 
-Its arguments are in vllm_arguments.py, what changes weights in vllm_weights.py.
+Its arguments are in vllm_arguments.py, requests in vllm_requests.py, and vllm_weights.py changes
+weights.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import logging
 import math
 import multiprocessing
 import os
-import re
 import secrets
 import signal
 import sys
@@ -29,8 +29,7 @@ from typing import Any
 
 from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK, cause_of
-from hocket.protocol import SamplingParams, Toolbox, ToolCall, VersionSpan
-from hocket.server.errors import ApiError, encodable, invalid
+from hocket.server.errors import ApiError
 from hocket.server.vllm_arguments import app_arguments, is_cpu_build
 from hocket.server.vllm_weights import adapter_request
 
@@ -43,8 +42,6 @@ ABORT_TIMEOUT_S = 2.0
 LOOK_S = 1.0  # between looks at whether the engine lives
 SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
-FindCalls = Callable[[Sequence[int]], list[ToolCall]]
-"""(token ids of a text) -> the tool calls in them."""
 Generate = Callable[[Any, str], AsyncGenerator[Any, None]]
 """(vLLM's SamplingParams, id of the request) -> vLLM's RequestOutputs."""
 Sample = Callable[[Generate, Any, Any, str], AsyncGenerator[Any, None]]
@@ -81,10 +78,10 @@ def allow_amx() -> None:
 
 
 def start_engine(args: Namespace) -> Any:
-    """Return the AsyncLLM of an engine that has loaded the model.
+    """Start an engine, which loads the model. Returns its AsyncLLM.
 
-    Call it outside an event loop, where a signal can interrupt it. Where the engine can hold an adapter, each request
-    uses it, so `drop_adapter` must follow.
+    Call it outside an event loop, where a signal can interrupt it. If the engine can hold an adapter,
+    every request uses one: call `drop_adapter` before the first request.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -93,13 +90,16 @@ def start_engine(args: Namespace) -> Any:
 
     import hocket.server.vllm_text  # noqa: F401 - vLLM's own routes make text as it does
 
-    # without the usage, vLLM takes a quarter of the batched tokens on an H100
+    # Without the usage, vLLM takes a quarter of the batched tokens on an H100.
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
-    if is_cpu_build():  # where a new process would import all of vLLM once more: half of the start
+    # On a CPU the engine is a fork: a new process would import all of vLLM again, half of the start.
+    if is_cpu_build():
         vllm.v1.engine.utils.get_mp_context = Forks
+    # The engine's process runs our function, which calls vLLM's. A forked child inherits both; in
+    # any other one the class is vLLM's own again.
     original = EngineCoreProc.run_engine_core
-    EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
+    EngineCoreProc.vllm_run_engine_core = original
     EngineCoreProc.run_engine_core = functools.partial(run_engine, llm_class.last_words)
     try:
         return llm_class.from_vllm_config(config)
@@ -110,7 +110,11 @@ def start_engine(args: Namespace) -> Any:
 
 
 class ForkedEngine(ForkProcess):
-    """Has the app imported while the engine starts; before the fork, it would wait for ever for what a thread holds."""
+    """A forked engine. Its parent imports vLLM's app meanwhile, in a thread.
+
+    The thread starts after the fork: a lock that it held at the fork would stay locked for ever in
+    the child.
+    """
 
     def start(self) -> None:
         super().start()
@@ -127,9 +131,10 @@ def _import_app() -> None:
 
 
 def _admitting_llm(num_slots: int) -> Any:
-    """Return AsyncLLM with a door: requests, vLLM's routes' too, wait for one of `num_slots` slots.
+    """Make a class of AsyncLLM that admits at most `num_slots` requests at once; others wait.
 
-    Each first calls `require_ready`, which may raise; `in_flight` counts those that have a slot.
+    Requests of vLLM's own routes come this way, too. Each first calls `require_ready`, which may
+    raise. `in_flight` counts the requests that have a slot.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -144,6 +149,7 @@ def _admitting_llm(num_slots: int) -> Any:
         in_flight = 0
 
         def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
+            # If the engine can hold an adapter it always has one, if only of zeros.
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")
             generate = super().generate
@@ -154,6 +160,7 @@ def _admitting_llm(num_slots: int) -> Any:
                 params.stop_token_ids = [*(params.stop_token_ids or ()), *ends]
                 return self.admitted(generate(prompt, params, request_id, **kwargs))
 
+            # An agent's session samples its own way, and asks as often as it wants.
             sample = SAMPLE.get()
             if sample is None:
                 return ask(sampling_params, request_id)
@@ -176,7 +183,7 @@ def _admitting_llm(num_slots: int) -> Any:
 
 
 def _failure(error: Exception) -> ApiError:
-    """Return the answer where vLLM could not begin a request; its own error has no message."""
+    """Make the error of a request that vLLM could not begin; vLLM's own has no message."""
     cause = error.__cause__ or error
     logger.error("vLLM could not begin a request", exc_info=cause)
     if isinstance(cause, ImportError):
@@ -188,7 +195,8 @@ def _failure(error: Exception) -> ApiError:
 def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Bound vLLM's plan of the KV cache to the blocks that requests can fill, unless a size is set.
 
-    Of a tiny model a large GPU holds millions, and vLLM walks through all with each weight version.
+    A large GPU holds millions of a tiny model's blocks, and vLLM walks through all of them with each
+    weight version.
     """
 
     def bounded_plan(config: Any, specs: Any, memory: Any) -> list[Any]:
@@ -206,7 +214,7 @@ def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
-    """Run the engine's process, tied to the server; what ends it goes to a file."""
+    """Run the engine in this process, which ends with the server; write the error that ends it to a file."""
     from vllm.v1.engine import core
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -218,12 +226,15 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
 
     logging.getLogger("vllm.v1.engine.core").addFilter(keep)
     core.get_kv_cache_configs = bounded(core.get_kv_cache_configs)
-    gc.freeze()  # what a fork shares is not copied by a search for garbage
+    # A search for garbage would copy the memory that a fork shares.
+    gc.freeze()
     gc.enable()
     die_with_parent_process()
     allow_amx()
-    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after its requests
+    # A terminal's Ctrl-C is for the server, which ends this process after its requests.
+    os.setpgid(0, 0)
     try:
+        # vLLM's own function: under its own name where this process is no fork.
         getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
     except Exception:  # noqa: BLE001 - the server says it
         sys.exit(1)
@@ -232,11 +243,14 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
 def last_words(llm: Any) -> str:
     """Name the error that ended the engine and the place of its traceback; "" if it runs, or was killed."""
     path: Path = llm.last_words
-    return f"{path.read_text('utf-8').splitlines()[0]} (its traceback is in {path})" if path.exists() else ""
+    if not path.exists():
+        return ""
+    error = path.read_text("utf-8").splitlines()[0]
+    return f"{error} (its traceback is in {path})"
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Return vLLM's OpenAI-compatible app on the engine, with the ROUTES alone."""
+    """Make vLLM's OpenAI-compatible app on the engine, with the ROUTES alone."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     args = app_arguments(args)
@@ -259,128 +273,19 @@ def load() -> dict[str, Any]:
     from prometheus_client import REGISTRY
 
     names = {"vllm:num_requests_waiting": "waiting", "vllm:kv_cache_usage_perc": "kv_use"}
-    found = {}
+    fields: dict[str, Any] = {}
     for family in REGISTRY.restricted_registry(names).collect():
-        values = [sample.value for sample in family.samples]  # of each engine
-        found[names[family.name]] = int(sum(values)) if family.name.endswith("waiting") else max(values)
-    return found
-
-
-CUT_TAG = re.compile(r"</?[\w|]*\Z")
-"""The beginning of a tag at the end of a text."""
-SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
-"""Parameters that have one name here and in vLLM."""
-
-
-def sampling_params(sampling: SamplingParams, seed: int | None, begun: int = 0) -> Any:
-    """Return vLLM's parameters for one completion, whose output comes at the end.
-
-    `begun`: how many of the prompt's last tokens belong to the same turn.
-    """
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import SamplingParams as VllmParams
-
-    from hocket.server.vllm_text import BEGUN
-
-    return VllmParams(
-        n=1,
-        **sampling.model_dump(include=SHARED),
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),  # otherwise the text is decoded once, at the end
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={BEGUN: begun},
-    )
-
-
-CONSTRAINTS = (
-    "allowed_token_ids",
-    "bad_words",
-    "logit_bias",
-    "logprob_token_ids",
-    "min_tokens",
-    "repetition_detection",
-    "structured_outputs",
-    "thinking_token_budget",
-)
-"""Parameters that sample from another distribution than the policy's, or stop it early."""
-AGENT_PARAMS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "output_kind",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "stream_interval",
-)
-"""Sampling parameters that an agent may set itself."""
-
-
-def refuse_constraints(params: Any) -> None:
-    """Raise ApiError where an agent's parameters give what can't be trained."""
-    wanted = [name for name in CONSTRAINTS if getattr(params, name)]
-    if wanted:
-        message = f"{', '.join(wanted)}: what is sampled under constraints is not the policy, and can't be trained"
-        hint = "leave them out; response_format, and a tool_choice other than auto and none, are constraints, too"
-        raise ApiError(400, "not_recorded", message, hint)
-
-
-def call_params(params: Any, sampling: SamplingParams) -> Any:
-    """Return vLLM's parameters for a call: sampled as its session says, answered as its agent asks."""
-    from vllm.sampling_params import SamplingParams as VllmParams
-
-    return VllmParams(
-        **{name: getattr(params, name) for name in AGENT_PARAMS},
-        **sampling.model_dump(include=SHARED),
-        stop=[*params.stop, *sampling.stop],
-        stop_token_ids=[*params.stop_token_ids, *sampling.stop_token_ids],
-        seed=sampling.seed,
-        logprobs=max(params.logprobs or 0, 0),
-    )
-
-
-def version_spans(output: Any) -> tuple[VersionSpan, ...]:
-    """Return (weight version, start, end) over the tokens of vLLM's CompletionOutput."""
-    return tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
-
-
-def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
-    """Return vLLM's prompt, made in the thread in which vLLM's routes make theirs. Raises what vLLM does."""
-    renderer = llm.renderer
-    made = renderer._mm_executor.submit(renderer._process_multimodal, token_ids, {"image": images}, None, None)
-    return made.result()
-
-
-async def complete(
-    llm: Any, prompt: Any, sampling: SamplingParams, seed: int | None, request_id: str, begun: int = 0
-) -> Any:
-    """Sample one completion of token ids, or of vLLM's own prompt, or raise ApiError. A cancelled call aborts it."""
-    from vllm.exceptions import VLLMClientError
-    from vllm.inputs.engine import tokens_input
-
-    prompt = tokens_input(prompt) if isinstance(prompt, list) else prompt
-    asked = llm.generate(prompt, sampling_params(sampling, seed, begun), request_id)
-    try:
-        return [output async for output in asked][-1].outputs[0]
-    except VLLMClientError as error:
-        raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
-
-
-async def abort(llm: Any, request_ids: Sequence[str]) -> None:
-    """End requests with one message to the engine: of many it takes one by one in n² time."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    if request_ids:
-        with contextlib.suppress(EngineDeadError):  # they have ended with it
-            await asyncio.shield(llm.abort(request_ids))  # half of it done would leave them running for ever
+        per_engine = [sample.value for sample in family.samples]
+        if names[family.name] == "waiting":
+            fields["waiting"] = int(sum(per_engine))
+        else:
+            fields["kv_use"] = max(per_engine)
+    return fields
 
 
 async def abort_all(llm: Any) -> None:
     """End every request, vLLM's routes' too; nothing is sampled until generation is resumed."""
-    # vLLM reports failures of the engine as plain Exceptions. This is on the way out of another one.
+    # vLLM reports failures of the engine as plain Exceptions. The caller already reports another one.
     with contextlib.suppress(Exception):
         await asyncio.wait_for(llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
 
@@ -388,7 +293,7 @@ async def abort_all(llm: Any) -> None:
 def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """Make a method return {"value": ...}, or {"error": ...} where it raises.
 
-    After an exception vLLM would take the other workers' answers for those to later calls.
+    A worker must not raise: vLLM would then take the other workers' answers for those to later calls.
     """
 
     @functools.wraps(method)
@@ -404,46 +309,7 @@ def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
     """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
     answers = await llm.collective_rpc(method, args=arguments)
-    if errors := [answer["error"] for answer in answers if "error" in answer]:
-        raise RuntimeError(errors[0])
+    for answer in answers:
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
     return [answer["value"] for answer in answers]
-
-
-def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
-    """Make a function that finds calls of these tools by vLLM's parser. Raises ApiError without one."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
-
-    try:
-        request = ChatCompletionRequest(messages=[], tools=list(tools.tools))
-        parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
-    # there is no such parser, it lacks a package or token, or a tool is none of OpenAI's API
-    except (KeyError, ImportError, RuntimeError, ValueError) as error:
-        known = ", ".join(ToolParserManager.list_registered())
-        message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
-        raise invalid(message, f"vLLM has the parsers {known}; each tool is as in OpenAI's API") from error
-    request = parser.adjust_request(request)
-
-    def parse(text: str) -> Any:
-        try:
-            return parser.extract_tool_calls(text, request=request).tool_calls
-        # Some parsers raise where what a model wrote is malformed: then there is no call in it.
-        except Exception:
-            logger.exception("vLLM's tool parser %s failed on %.200r", tools.parser, text)
-            return []
-
-    def find(token_ids: Sequence[int]) -> list[ToolCall]:
-        text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
-        # A call is whole where only the tag that closes it was cut off.
-        calls = parse(text) or parse(CUT_TAG.sub("", text))
-        return [
-            ToolCall(
-                name=encodable(call.function.name),
-                arguments=encodable(call.function.arguments),
-                # vLLM's own id is random, and would end up among the tokens that the model sees.
-                id="" if call.id.startswith("chatcmpl-tool-") else encodable(call.id),
-            )
-            for call in calls
-        ]
-
-    return find

@@ -62,7 +62,8 @@ class WorkerExtension(GroupReceiver):
         weights = _tensors(parts, specs)
         different = list[str]()
         if compare:
-            different = vllm_weights.compare(self, weights, adapter)
+            compare_with = vllm_weights.COMPARISONS.get("bitwise")
+            different = compare_with(self, weights, adapter)
         else:
             self.hocket_held = {}  # until all has come
             vllm_weights.load(self, weights, adapter)

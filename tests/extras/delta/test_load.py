@@ -10,8 +10,8 @@ from tests.server.test_versions import NAME
 from hocket.extras.delta import codec as delta
 from hocket.extras.delta.load import PatchedCopy
 from hocket.protocol import DiskSource, manifest
-from hocket.server.engine import Held
 from hocket.server.errors import ApiError
+from hocket.server.state import Held
 from support import fakes
 from support.engines import make_model, publish
 

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hocket.common.redaction import SESSION_KEY
 from hocket.common.tasks import run_in_thread, seed_of
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest, SessionResponse
-from hocket.server import vllm_api
+from hocket.server import vllm_api, vllm_requests
 from hocket.server.errors import ApiError, check_finite
 from hocket.server.generate import Sampler
 from hocket.server.middleware import replay
@@ -219,7 +219,7 @@ def install(server: Server) -> None:
         """Close a session, abort its running calls, and return what had been sampled by then."""
         session = sessions.close(session_id)
         record = session.record()
-        await vllm_api.abort(engine.llm, session.running)
+        await vllm_requests.abort(engine.llm, session.running)
         engine.require_ready(admits={"asleep"})  # its agent may have taken the failure for an answer
         return record
 
@@ -289,7 +289,7 @@ def recording(
     request_id: str,
 ) -> AsyncGenerator[Any, None]:
     """Ask the engine for a completion; record it in its session, sampled as that says."""
-    vllm_api.refuse_constraints(params)
+    vllm_requests.refuse_constraints(params)
     images = sampler.eyes.places(prompt)
     if request_id.startswith("cmpl-"):
         request_id = request_id.removesuffix("-0")  # the number of the prompt, which the answer's id lacks
@@ -297,7 +297,7 @@ def recording(
 
     def sample() -> AsyncGenerator[Any, None]:
         session.require_open()
-        return ask(vllm_api.call_params(params, call.sampling), call.request_id)
+        return ask(vllm_requests.call_params(params, call.sampling), call.request_id)
 
     return recorded(sample, session, call)
 
@@ -330,7 +330,7 @@ async def recorded(
                             logprobs=tuple(logprobs),
                             text=text,
                             finish_reason=done.finish_reason,
-                            versions=vllm_api.version_spans(done),
+                            versions=vllm_requests.version_spans(done),
                         )
                     yield output
                 else:

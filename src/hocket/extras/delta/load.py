@@ -12,9 +12,10 @@ from pydantic import Field
 
 from hocket import protocol
 from hocket.server import versions
-from hocket.server.engine import Found, Held
+from hocket.server.engine import Found
 from hocket.server.errors import ApiError, parse
 from hocket.server.parts import Server, server_part
+from hocket.server.state import Held
 
 
 @server_part("delta")
