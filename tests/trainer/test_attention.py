@@ -1,4 +1,3 @@
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from transformers.models.qwen2 import modeling_qwen2
 from hocket.config import ModelConfig
 from hocket.errors import TrainerError
 from hocket.trainer import attention
-from hocket.trainer.attention import Alike, Reach, Segments, attend
+from hocket.trainer.attention import Reach, Segments, attend
+from hocket.trainer.grouped_attention import Group, Groups, attend_in_groups
 from hocket.trainer.policy import Policy
 from support.numbers import rounding
 from support.training import CPU, additions, assert_near, gradient_additions
@@ -127,8 +127,8 @@ def test_without_it_a_gpu_gets_no_grouped_heads_which_would_take_memory_for_all_
     with FakeTensorMode():
         query, key, value = (torch.empty(32, heads, 8, device="cuda") for heads in (4, 2, 2))
         group, restore = (torch.empty(*n, dtype=torch.int64, device="cuda") for n in ((1, 32), (32,)))
-        segments: Any = types.SimpleNamespace(groups=([Alike(group, group, None)], restore))
-        assert attention._by_groups(query, key, value, segments, 0.3, Reach(), None).shape == (32, 4, 8)
+        groups = Groups([Group(group, group, None)], restore)
+        assert attend_in_groups(query, key, value, groups, 0.3, Reach(), None).shape == (32, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_flash_attention_3_is_switched_on_for_a_hopper_gpu_that_has_its_package(
     switch = Mock(side_effect=error)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", switch)
-    monkeypatch.setattr(attention, "_probe", lambda device: None)
+    monkeypatch.setattr(attention, "_try_kernel", lambda device: None)
     assert attention.choose_kernel(torch.device("cuda")) == says
     assert switch.call_args_list == ([call("FA3")] if capability == (9, 0) else [])
     assert attention.choose_kernel(CPU) == "torch's for CPUs"

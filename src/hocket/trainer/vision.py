@@ -62,7 +62,7 @@ class Vision:
         self, model: Any, ids_r: Tensor, segments: Segments, images: Sequence[Image], grids_n3: Tensor
     ) -> Tensor:
         """Return the positions of time, height and width, [3, 1, row]."""
-        seen = torch.arange(len(ids_r)) if segments.shared is None else segments.shared
+        seen = torch.arange(len(ids_r)) if segments.key_places is None else segments.key_places
         starts_n = torch.tensor([image.start for image in images])
         own = []
         for places, length in zip(torch.split(seen, list(segments.ends)), segments.lengths, strict=True):
@@ -83,8 +83,8 @@ def _has_mrope(model: Any) -> bool:
 
 def _with_one_more(segments: Segments, length: int) -> Segments:
     """Return segments with one behind them that shares nothing."""
-    shared = segments.shared
-    if shared is not None:
-        shared = torch.cat([shared, sum(segments.lengths) + torch.arange(length)])
+    key_places = segments.key_places
+    if key_places is not None:
+        key_places = torch.cat([key_places, sum(segments.lengths) + torch.arange(length)])
     starts = (*segments.starts, 0) if segments.starts else ()
-    return dataclasses.replace(segments, lengths=(*segments.lengths, length), starts=starts, shared=shared)
+    return dataclasses.replace(segments, lengths=(*segments.lengths, length), starts=starts, key_places=key_places)
