@@ -24,8 +24,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from hocket.config import ModelConfig
 from hocket.errors import TrainerError
 from hocket.trainer import attention
-from hocket.trainer.attention import Reach, Segments, attend
-from hocket.trainer.grouped_attention import Group, Groups, attend_in_groups
+from hocket.trainer.attention import Segments, attend
 from hocket.trainer.policy import Policy
 from support.numbers import rounding
 from support.training import CPU, additions, assert_near, gradient_additions
@@ -114,21 +113,6 @@ def test_flash_attention_is_asked_for_what_it_takes_only(
     with FakeTensorMode():  # on a GPU that is not there
         query, key, value = (torch.empty(32, 4, d, dtype=dtype, device="cuda") for d in (sizes[0], *sizes))
     assert attention.has_kernel(query, key, value) == takes
-
-
-def test_without_it_a_gpu_gets_no_grouped_heads_which_would_take_memory_for_all_pairs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
-        assert (key.shape, value.shape, enable_gqa) == ((1, 4, 32, 8), (1, 4, 32, 8), False)
-        return query
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", kernel)
-    with FakeTensorMode():
-        query, key, value = (torch.empty(32, heads, 8, device="cuda") for heads in (4, 2, 2))
-        group, restore = (torch.empty(*n, dtype=torch.int64, device="cuda") for n in ((1, 32), (32,)))
-        groups = Groups([Group(group, group, None)], restore)
-        assert attend_in_groups(query, key, value, groups, 0.3, Reach(), None).shape == (32, 4, 8)
 
 
 @pytest.mark.parametrize(

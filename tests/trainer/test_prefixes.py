@@ -25,8 +25,8 @@ from hocket.config import ModelConfig
 from hocket.config.algorithm import PRESETS
 from hocket.trainer import attention, batching, prefixes
 from hocket.trainer.attention import attend
-from hocket.trainer.batching import Sizes
 from hocket.trainer.critic import ValueModel
+from hocket.trainer.packing import Sizes
 from hocket.trainer.policy import Policy
 from hocket.trainer.prefixes import SharingPacker
 from hocket.trainer.ranks import Ranks

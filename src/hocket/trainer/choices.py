@@ -90,9 +90,9 @@ def check(config: TrainerConfig) -> None:
     if config.gradient_checkpointing:
         chosen_recomputation(config.gradient_checkpointing)
     if not isinstance(config.share_prefixes, bool):
-        from hocket.trainer import batching  # which needs torch
+        from hocket.trainer import packing  # which needs numpy
 
-        batching.chosen_packer(config.share_prefixes)
+        packing.chosen_packer(config.share_prefixes)
     if config.sequence_parallel > 1:
         chosen_row_division()
 

@@ -19,7 +19,7 @@ ROUND = 32  # segments are in one group if their lengths, rounded up to a multip
 
 
 class Group(NamedTuple):
-    """Segments that are computed together. A shorter one is padded with copies of its last position."""
+    """Segments that are computed together; the last position of a shorter one is repeated."""
 
     queries: Tensor  # places in the row, [segments, queries]
     keys: Tensor  # places in the row of the keys that each segment sees, [segments, keys]
@@ -48,7 +48,8 @@ class Groups(NamedTuple):
     """All groups of a row, and the way back from their results to the row."""
 
     groups: list[Group]
-    restore: Tensor  # each position's place in the results of the groups, one behind the other: [row]
+    restore: Tensor
+    """Where each position of the row is in the concatenated results of all groups: [row]."""
 
 
 def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | None) -> Groups:

@@ -26,8 +26,8 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.observe.metrics import over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
-from hocket.trainer import attention, batching, choices, flops, guards, memory, share_gpu
-from hocket.trainer.batching import Make, TrainBatch
+from hocket.trainer import attention, batching, choices, flops, guards, memory, packing, share_gpu
+from hocket.trainer.batching import PackedRow, TrainBatch
 from hocket.trainer.engine import POLICY, DeepSpeedEngine, Setup, in_buckets, whole_shape
 from hocket.trainer.flops import Shape
 from hocket.trainer.logprobs import CHUNK_TOKENS
@@ -38,8 +38,8 @@ from hocket.trainer.state import BUCKET_BYTES, SavedTensors
 from hocket.trainer.step import Learner, Update, accumulate, update
 from hocket.types import Columns, TokenSequence, TrainSample
 
-Share = Sequence[Make]
-"""Functions that build the micro-batches of one rank."""
+Share = Sequence[PackedRow]
+"""The micro-batches of one rank."""
 Sink = Callable[[Any], None]
 """Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
 EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
@@ -157,7 +157,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         shape = Shape.of(self.policy.model)
         self._row_tokens = memory.row_tokens(shape, on_gpu=self.device.type != "cpu")
         pairs = math.inf if self.device.type == "cuda" else self.flops.pairs
-        packer = batching.chosen_packer(settings.share_prefixes, pairs=pairs, key_share=shape.key_share)
+        packer = packing.chosen_packer(settings.share_prefixes, pairs=pairs, key_share=shape.key_share)
         self._packing: dict[str, Any] = {"unit": self._objective.unit, "packer": packer}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(self.device, self.setup.dtype)])
 
@@ -292,7 +292,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def check_fits(self, samples: Sequence[TrainSample]) -> None:
         """Raise TrainerError for one that no micro-batch has room for, or if none has a trained token."""
-        batching.check_fits(samples, self.micro_batch_tokens, **self._packing)
+        packing.check_fits(samples, self.micro_batch_tokens, **self._packing)
 
     def _shares(self, samples: Sequence[TrainSample]) -> PerRank:
         """Divide samples among the ranks."""

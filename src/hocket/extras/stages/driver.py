@@ -24,10 +24,10 @@ from hocket.extras.stages import pairs, stage_of
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
-from hocket.trainer import batching, checkpoints, memory
-from hocket.trainer.batching import keys
+from hocket.trainer import checkpoints, memory, packing
 from hocket.trainer.checkpoints import Checkpoints, Resumable, Saved
 from hocket.trainer.objective import Objective
+from hocket.trainer.packing import keys
 from hocket.trainer.policy import compute_dtype
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
@@ -159,8 +159,8 @@ def _check(task: _Task) -> None:
     if settings.micro_batch_tokens != "auto":
         samples = [*flat(rows), *flat(held_out)]
         # Where a run may share less, it says so itself.
-        packer = batching.chosen_packer(settings.share_prefixes)
-        batching.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, packer=packer)
+        packer = packing.chosen_packer(settings.share_prefixes)
+        packing.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, packer=packer)
     num_parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
     print(f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}")
     for line in task.outlook(tokenizers.load(config.model.path)):
