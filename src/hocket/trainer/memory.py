@@ -22,7 +22,7 @@ from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
 from hocket.trainer.weights import head_of, linear_layers, sees
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import Image, TokenSequence, TrainSample
 
 GIB = 1 << 30
 Models = Iterable[tuple[ModelConfig, Any]]  # each with its skeleton
@@ -139,10 +139,11 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
     for model, whole in models:
         if sees(whole.config) and config.sequence_parallel > 1:
             raise ConfigError(f"trainer.sequence_parallel: images of {model.path} can't be divided; set 1")
-        for number, what in ((num_ranks, "ranks"), (Shape.of(whole).heads, f"attention heads of {model.path}")):
-            if number % config.sequence_parallel:
-                said = f"trainer.sequence_parallel={config.sequence_parallel} does not divide the {number} {what}"
-                raise ConfigError(f"{said}: set a divisor")
+        counts = {"ranks": num_ranks, f"attention heads of {model.path}": Shape.of(whole).heads}
+        for name, count in counts.items():
+            if count % config.sequence_parallel:
+                size = f"trainer.sequence_parallel={config.sequence_parallel}"
+                raise ConfigError(f"{size} does not divide the {count} {name}: set a divisor")
         part = estimate(
             whole,
             config,
@@ -181,8 +182,9 @@ def available_bytes(device: torch.device) -> int:
 
 
 def row_tokens(shape: Shape, *, on_gpu: bool) -> float:
-    """Return after how many positions a row is long enough: on a CPU more take more memory, at no higher speed.
+    """Compute after how many positions a row is long enough; inf on a GPU.
 
+    On a CPU longer rows take more memory, at no higher speed.
     The C library gives large tensors back at once, and the kernel zeroes the pages of each new one.
     """
     if on_gpu:
@@ -191,9 +193,13 @@ def row_tokens(shape: Shape, *, on_gpu: bool) -> float:
 
 
 def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
-    """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes of others.
+    """Measure the largest micro-batch, in tokens, that fits into every rank's GPU.
 
-    k times as many tokens take at most k times the memory. `longest`: positions of the longest sequence.
+    k times as many tokens take at most k times the memory.
+
+    Args:
+        leaves: bytes that stay free for other processes.
+        longest: positions of the longest sequence.
     """
     size = CHUNK_TOKENS
     for learner in learners:  # the first run allocates what libraries keep
@@ -214,19 +220,27 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
 
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
-    """Run made-up sequences, full of images if the model sees, with a gradient that is not finite: nothing changes."""
+    """Take a step on made-up sequences, full of images if the model sees.
+
+    Its gradient is not finite, so that the optimiser leaves the weights as they are.
+    """
     vision = learner.engine.module.vision
-    span = [0, *[vision.token] * vision.blank.length] if vision else [0]
+    span = [0]  # what sequences repeat: a token, and an image behind it if the model sees
+    if vision:
+        span += [vision.token] * vision.blank.length
     samples = []
     for start in range(0, num_positions, longest):
         length = min(longest, num_positions - start) + 1
-        zeros = (0.0,) * length
         count = (length - 1) // len(span)  # the last token is not read
         ids = span * count + [0] * (length - count * len(span))
-        starts = range(1, count * len(span), len(span)) if vision else ()
-        images = tuple(dataclasses.replace(vision.blank, start=start) for start in starts)
-        sequence = TokenSequence(token_ids=ids, mask=(True,) * length, logprobs=zeros, images=images)
-        samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
+        images: list[Image] = []
+        if vision:
+            starts = range(1, count * len(span), len(span))
+            images = [dataclasses.replace(vision.blank, start=start) for start in starts]
+        zeros = (0.0,) * length
+        sequence = TokenSequence(token_ids=ids, mask=(True,) * length, logprobs=zeros, images=tuple(images))
+        columns = dict.fromkeys(learner.reads, zeros)
+        samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=columns))
     [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(make(ranks.device, ranks.part)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
