@@ -138,7 +138,9 @@ class PackedRow:
 
         def along_t(name: str) -> Tensor:
             """Concatenate a column of all sequences along the next-token axis: [1, t]."""
-            return torch.from_numpy(np.concatenate([arrays[name][1:] for arrays in arrays_of]))[None]
+            return torch.from_numpy(np.concatenate([arrays[name][1:] for arrays in arrays_of]))[
+                None
+            ]
 
         def on_device(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -187,7 +189,9 @@ class _Row(NamedTuple):
     places: list[np.ndarray]  # of each sequence's positions in the row, [its length]
 
 
-def _lay_out(sequences: Sequence[np.ndarray], starts: Sequence[int], device: torch.device, part: RowPart) -> _Row:
+def _lay_out(
+    sequences: Sequence[np.ndarray], starts: Sequence[int], device: torch.device, part: RowPart
+) -> _Row:
     """Lay sequences of token ids one after another.
 
     Each leaves out its first `starts` positions, as the one before has them.
@@ -232,7 +236,9 @@ def row_places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray
     return rows
 
 
-def _images(samples: Sequence[TrainSample], places: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[Image, ...]:
+def _images(
+    samples: Sequence[TrainSample], places: Sequence[np.ndarray], starts: Sequence[int]
+) -> tuple[Image, ...]:
     """List the images of a row in order, those of a shared prefix once."""
     images = []
     for number, sample in enumerate(samples):
@@ -255,7 +261,9 @@ def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
     return arrays
 
 
-def unpack(batch: TrainBatch, columns: Mapping[str, Tensor]) -> dict[int, dict[str, tuple[float, ...]]]:
+def unpack(
+    batch: TrainBatch, columns: Mapping[str, Tensor]
+) -> dict[int, dict[str, tuple[float, ...]]]:
     """Collect one number per token and column of each sample: result[place][column][token].
 
     A sample's first token, which nothing predicts, has 0.0.

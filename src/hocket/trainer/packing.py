@@ -79,7 +79,9 @@ class Packer:
         """Count the positions that each sequence, so ordered, has in common with the one before."""
         return [0] * len(samples)
 
-    def runs(self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf) -> list[SequenceRun]:
+    def runs(
+        self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf
+    ) -> list[SequenceRun]:
         """Divide a run into parts that each lie in one row.
 
         A part has at most `most` positions, and more than `enough` only where much is shared.
@@ -100,7 +102,9 @@ packer("plain")(Packer)
 PLAIN = Packer()
 
 
-def chosen_packer(chosen: bool | str | Mapping[str, Any], *, pairs: float = math.inf, key_share: float = 0.0) -> Packer:
+def chosen_packer(
+    chosen: bool | str | Mapping[str, Any], *, pairs: float = math.inf, key_share: float = 0.0
+) -> Packer:
     """Make the packer that trainer.share_prefixes chooses. Raises ConfigError."""
     if isinstance(chosen, bool):
         chosen = "sharing" if chosen else "plain"
@@ -138,7 +142,9 @@ def check_fits(
     That is where no sample has a trained token, or a unit has no room in any micro-batch.
     """
     if not any(any(sample.sequence.mask[1:]) for sample in samples):
-        raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
+        raise TrainerError(
+            "there is nothing to train on: no sample has a trained token; leave out this step"
+        )
     lengths = list(map(num_positions, samples))
     starts = packer.starts(samples) if unit > 1 else [0] * len(samples)
     longest = math.ceil(max(sizes_of_units(lengths, starts, packer.key_share, unit).first))
@@ -202,7 +208,9 @@ def members_of_units(units: Sequence[int], size: int) -> list[int]:
     return members
 
 
-def sizes_of_units(lengths: Sequence[int], starts: Sequence[int], key_share: float, unit: int) -> Sizes:
+def sizes_of_units(
+    lengths: Sequence[int], starts: Sequence[int], key_share: float, unit: int
+) -> Sizes:
     """Compute the sizes of units, in positions: what is shared counts by the copies of its keys."""
     added: list[float] = []
     for length, start in zip(lengths, starts, strict=True):

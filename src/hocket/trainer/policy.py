@@ -21,7 +21,15 @@ from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.float32_head import compute_in_float32
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, TokenStatistics, token_logprobs
-from hocket.trainer.weights import WEIGHTS, attending, empty_model, head_of, load_model, sees, unshared
+from hocket.trainer.weights import (
+    WEIGHTS,
+    attending,
+    empty_model,
+    head_of,
+    load_model,
+    sees,
+    unshared,
+)
 from hocket.types import Image
 
 PREFIX = "model."  # of names of Policy.model's parameters
@@ -73,7 +81,9 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.statistics: TokenStatistics | None = None  # of each token, beside log-prob and entropy
         self.entropy_gradient = entropy_gradient
-        self._forward_pass: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._forward_pass: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
         self._choose(kernels, gradient_checkpointing)
         architecture.evaluates(model)
         if config.float32_head:
@@ -88,13 +98,17 @@ class Policy(nn.Module):
             **self.weights.options(dtype),
         }
         if loads:
-            return load_model(config.path, random_init=config.random_init, head=self.uses_logits, **options)
+            return load_model(
+                config.path, random_init=config.random_init, head=self.uses_logits, **options
+            )
         return empty_model(config.path, **options)
 
     def _choose(self, kernels: Chosen, gradient_checkpointing: bool | Chosen) -> None:
-        """Change the model for the chosen kernels, and for what it recomputes in the backward pass."""
+        """Change the model for the chosen kernels and the chosen recomputation of activations."""
         if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         if kernels != choices.EAGER:
             choices.chosen_kernels(kernels).apply(self.model)
         if gradient_checkpointing:
@@ -148,12 +162,16 @@ class Policy(nn.Module):
     def _logits_of(self, hidden_nh: Tensor) -> Tensor:
         return self.logits.of(head_of(self.model)(hidden_nh).float())
 
-    def _hidden(self, input_ids_br: Tensor, segments: Segments, images: Sequence[Image] = ()) -> Tensor:
+    def _hidden(
+        self, input_ids_br: Tensor, segments: Segments, images: Sequence[Image] = ()
+    ) -> Tensor:
         inputs = segments.inputs(input_ids_br)
         if self.vision is not None:
             inputs = self.vision.inputs(self.model, input_ids_br, segments, images)
         with self._forward_pass():
-            hidden_brh = cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
+            hidden_brh = cast(
+                Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            )
         return hidden_brh[:, : input_ids_br.shape[1]]  # a blank image may stand behind
 
     @torch.no_grad()
@@ -209,7 +227,8 @@ class Policy(nn.Module):
             self._refuse("changes its logits after the output head")
         if not _are_close(packed_brh, expected_brh):
             self._refuse(
-                "has more in its attention than is computed here, or lets sequences that share a row see each other"
+                "has more in its attention than is computed here, or lets sequences that share a "
+                "row see each other"
             )
 
     def _refuse(self, problem: str) -> NoReturn:
@@ -227,7 +246,7 @@ class ScalarModel(Policy):
     uses_logits = False
 
     def forward(self, batch: TrainBatch) -> Any:  # in place of log-probs and entropies
-        """Compute a number for what is read before each token: float32 [1, t], 0 where not trained."""
+        """Compute a number for what is read before each token: float32 [1, t], 0 if not trained."""
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
         values_n1: Tensor = head_of(self.model)(hidden_brh[0].index_select(0, batch.row_n))
         zeros_t = torch.zeros(batch.mask_bt.numel(), device=values_n1.device)
@@ -243,7 +262,9 @@ def _bound_longrope(model: Any, config: ModelConfig, loads: bool) -> None:
     for module in model.modules():
         if getattr(module, "rope_type", "") == "longrope":
             if loads:
-                module(module.inv_freq, module.inv_freq.new_full((1, 1), context_length(config) - 1))
+                module(
+                    module.inv_freq, module.inv_freq.new_full((1, 1), context_length(config) - 1)
+                )
             module.rope_type = "default"
 
 

@@ -32,7 +32,9 @@ class SharingPacker(Packer):
     def starts(self, samples: Sequence[TrainSample]) -> list[int]:
         return starts([keys(sample.sequence)[:-1] for sample in samples], self.pairs)
 
-    def runs(self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf) -> list[SequenceRun]:
+    def runs(
+        self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf
+    ) -> list[SequenceRun]:
         """Divide a run where nothing is saved, and where it would be larger than `most`.
 
         Beyond `enough` it is divided where little is saved. A single sequence may be larger.

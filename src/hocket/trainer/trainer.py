@@ -71,13 +71,17 @@ class Trainer(Together):
         ranks: default: those of this process's launcher. A caller's own stay open at the end.
     """
 
-    def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None
+    ) -> None:
         self._config = config
         self._objective = objective or configured(config)
         # The processes of this machine share its cores.
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = cpu_threads(config.model.path, processes=processes)
-        super().__init__(ranks or Ranks(config.sync.collective_timeout_s, threads), owns_ranks=ranks is None)
+        super().__init__(
+            ranks or Ranks(config.sync.collective_timeout_s, threads), owns_ranks=ranks is None
+        )
         self.device = self.ranks.device
         self._skipped_in_row = 0
         self.untrained: dict[int, str] = {}  # groups that the last step has not trained: why
@@ -91,7 +95,9 @@ class Trainer(Together):
         settings = config.trainer.unmeasured() if self.device.type == "cpu" else config.trainer
         try:
             self.tokenizer = tokenizers.load(config.model.path)
-            self.setup = Setup(config=settings, dtype=compute_dtype(config.model, self.device), ranks=self.ranks)
+            self.setup = Setup(
+                config=settings, dtype=compute_dtype(config.model, self.device), ranks=self.ranks
+            )
             with self.ranks.deadline("loading the models"), self.explaining("start"):
                 self._load()
         except BaseException:
@@ -111,7 +117,9 @@ class Trainer(Together):
 
         # Refuse what the memory has no room for, before anything is loaded.
         models = self._objective.models(self._config.model)
-        self.estimate = memory.check(models, settings, self.setup.dtype, self.device, self.ranks.size)
+        self.estimate = memory.check(
+            models, settings, self.setup.dtype, self.device, self.ranks.size
+        )
         self.flops = flops.model_flops(models[0][1])
 
         self.ranks.part = attention.WHOLE
@@ -124,7 +132,9 @@ class Trainer(Together):
         shape = Shape.of(self.policy.model)
         self._row_tokens = memory.row_tokens(shape, on_gpu=self.device.type != "cpu")
         pairs = math.inf if self.device.type == "cuda" else self.flops.pairs
-        packer = packing.chosen_packer(settings.share_prefixes, pairs=pairs, key_share=shape.key_share)
+        packer = packing.chosen_packer(
+            settings.share_prefixes, pairs=pairs, key_share=shape.key_share
+        )
         self._packing: dict[str, Any] = {"unit": self._objective.unit, "packer": packer}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(self.device, self.setup.dtype)])
 
@@ -156,7 +166,10 @@ class Trainer(Together):
         """
         hashes = [plugin.sha256 for plugin in load_plugins(self._config.plugins)]
         if any(others != hashes for others in self.ranks.gather(hashes)):
-            raise ConfigError("a file under plugins is not the same for all ranks: copy that of rank 0 to every host")
+            raise ConfigError(
+                "a file under plugins is not the same for all ranks: "
+                "copy that of rank 0 to every host"
+            )
 
     def load_model(self, model: ModelConfig, kind: type[Policy]) -> Any:
         """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
@@ -181,7 +194,9 @@ class Trainer(Together):
         used = config.model_dump_json(
             include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
         )
-        self.fitted_for = seed_of(used, leaves, self.ranks.size, torch.cuda.get_device_name(self.device))
+        self.fitted_for = seed_of(
+            used, leaves, self.ranks.size, torch.cuda.get_device_name(self.device)
+        )
         longest = tokenizers.context_length(config.model) - 1
         return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
 
@@ -289,7 +304,9 @@ class Trainer(Together):
         seed = seed_of(self._config.trainer.seed, "minibatches", number)
         objective = self._objective
         bound = max_gap if self._config.sync.on_mismatch == "stop" else math.inf
-        parts = batching.minibatches(groups, epochs=objective.epochs, count=objective.minibatches, seed=seed)
+        parts = batching.minibatches(
+            groups, epochs=objective.epochs, count=objective.minibatches, seed=seed
+        )
         for places in parts:
             part = [samples[place] for place in places]
             done, measured = self._update(self._shares(part), bound)
@@ -404,7 +421,9 @@ class Trainer(Together):
     def _send_spans(self) -> None:
         """Send rank 0 what the other ranks did, by the clock of their machines."""
         unix = time.time() - time.perf_counter()
-        spans = [span._replace(start=span.start + unix, end=span.end + unix) for span in self._spans]
+        spans = [
+            span._replace(start=span.start + unix, end=span.end + unix) for span in self._spans
+        ]
         self._spans.clear()
         for spans_of_rank in self.ranks.gather(spans):
             for span in spans_of_rank:
@@ -515,7 +534,7 @@ class Trainer(Together):
 
     @on_all_ranks
     def forget(self) -> None:
-        """Let go of auxiliary models that don't learn, after they have measured for the last time."""
+        """Let go of auxiliary models that don't learn, once they won't measure any more."""
         for auxiliary in self._objective.auxiliaries:
             self.columns.pop(auxiliary.column, None)  # a server's was never there
         del self.tensors[len(self.learners) :]
@@ -555,7 +574,7 @@ class Trainer(Together):
     # Checkpoints
 
     def state(self, sink: Sink) -> dict[str, Any]:
-        """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; returns the rest as JSON."""
+        """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; returns the rest."""
         with _deferring(sink) as take:
             engines = self._state(sink=take)
         return {
@@ -586,7 +605,9 @@ class Trainer(Together):
         self._skipped_in_row = rest["skipped_in_row"]
 
     @on_all_ranks
-    def _restore(self, rest: Mapping[str, Any], *, read: Callable[[str], Tensor] | None = None) -> None:
+    def _restore(
+        self, rest: Mapping[str, Any], *, read: Callable[[str], Tensor] | None = None
+    ) -> None:
         for learner in self.learners:
             learner.engine.restore(read, rest["engines"][learner.name])
         size = rest["micro_batch"]
