@@ -49,7 +49,7 @@ INTENDED: dict[str, Callable[[Tensor], Any]] = {  # the only places that wait fo
     "trainer.step.accumulate": lambda totals: [0.5] * len(totals),  # loss and metrics, once per update
     "trainer.engine._step_without_zero": lambda norm: 1.0,  # once per update
     "trainer.batching.unpack": lambda numbers: torch.zeros(numbers.shape),  # columns measured before a step
-    "trainer.policy._are_close": lambda is_near: True,  # once per run
+    "trainer.policy.check_architecture": lambda is_near: True,  # once per run
     "trainer.flops._seconds_of_product": lambda product: 1.0,  # once per run
 }
 
