@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hocket.trainer.attention import Reach
-from hocket.trainer.grouped_attention import Group, Groups, attend_in_groups, divide
+from hocket.trainer.grouped_attention import SegmentGroup, SegmentGroups, attend_in_groups, divide
 
 
 def test_without_the_kernel_a_gpu_gets_no_grouped_heads_which_would_take_memory_for_all_pairs(
@@ -20,7 +20,7 @@ def test_without_the_kernel_a_gpu_gets_no_grouped_heads_which_would_take_memory_
     with FakeTensorMode():
         query, key, value = (torch.empty(32, heads, 8, device="cuda") for heads in (4, 2, 2))
         group, restore = (torch.empty(*n, dtype=torch.int64, device="cuda") for n in ((1, 32), (32,)))
-        groups = Groups([Group(group, group, None)], restore)
+        groups = SegmentGroups([SegmentGroup(group, group, None)], restore)
         assert attend_in_groups(query, key, value, groups, 0.3, Reach(), None).shape == (32, 4, 8)
 
 

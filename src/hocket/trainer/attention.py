@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hocket.errors import TrainerError
 from hocket.trainer import grouped_attention
-from hocket.trainer.grouped_attention import Group, Groups, attend_in_groups
+from hocket.trainer.grouped_attention import Reach, SegmentGroup, SegmentGroups, attend_in_groups
 
 NAME = "hocket_segments"
 ADVICE = "it can't be trained here: docs/architectures.md names the families that can"
@@ -117,7 +117,7 @@ class Segments:
         return self._on_device(self.key_places), self._on_device(_offsets(self.ends))
 
     @functools.cached_property
-    def groups(self) -> Groups:
+    def groups(self) -> SegmentGroups:
         """Segments that are computed together where there is no kernel: made when first needed."""
         groups, restore = grouped_attention.divide(self.lengths, self.ends, self.key_places)
         moved = []
@@ -125,8 +125,8 @@ class Segments:
             queries = self._on_device(group.queries)
             keys = self._on_device(group.keys)
             positions = None if group.positions is None else self._on_device(group.positions)
-            moved.append(Group(queries, keys, positions))
-        return Groups(moved, self._on_device(restore))
+            moved.append(SegmentGroup(queries, keys, positions))
+        return SegmentGroups(moved, self._on_device(restore))
 
     def inputs(self, ids_br: Tensor) -> dict[str, Any]:
         """Make the arguments of a model's forward pass for a row of these segments."""
@@ -147,24 +147,6 @@ class Segments:
 
 def _offsets(lengths: Sequence[int]) -> Tensor:
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Reach:
-    """How far back a position sees within its sequence."""
-
-    window: int | None = None  # positions that one sees, itself included; None: all
-    chunk: int | None = None  # positions; chunks of a sequence don't see each other; None: one
-
-    @property
-    def is_unbounded(self) -> bool:
-        return self.window is None and self.chunk is None
-
-    def within(self, length: int) -> "Reach":
-        """Leave out the bounds that no sequence of up to `length` positions comes to."""
-        window = None if self.window is None or self.window >= length else self.window
-        chunk = None if self.chunk is None or self.chunk >= length else self.chunk
-        return Reach(window, chunk)
 
 
 def attend(

@@ -181,7 +181,7 @@ class PackedRow:
         )
 
 
-class _Row(NamedTuple):
+class _Layout(NamedTuple):
     """Where the tokens of a row lie."""
 
     segments: Segments
@@ -191,7 +191,7 @@ class _Row(NamedTuple):
 
 def _lay_out(
     sequences: Sequence[np.ndarray], starts: Sequence[int], device: torch.device, part: RowPart
-) -> _Row:
+) -> _Layout:
     """Lay sequences of token ids one after another.
 
     Each leaves out its first `starts` positions, as the one before has them.
@@ -220,7 +220,7 @@ def _lay_out(
         key_places=key_places,
         part=part,
     )
-    return _Row(segments, np.concatenate(added), places)
+    return _Layout(segments, np.concatenate(added), places)
 
 
 def row_places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:

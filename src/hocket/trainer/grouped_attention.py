@@ -5,20 +5,36 @@ computed, a step of a small model on a CPU takes 2 to 9 times as long. Here segm
 lengths are padded to one length and computed together, group by group.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from hocket.trainer.attention import Reach
-
 ROUND = 32  # segments are in one group if their lengths, rounded up to a multiple, are equal
 
 
-class Group(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How far back a position sees within its sequence."""
+
+    window: int | None = None  # positions that one sees, itself included; None: all
+    chunk: int | None = None  # positions; chunks of a sequence don't see each other; None: one
+
+    @property
+    def is_unbounded(self) -> bool:
+        return self.window is None and self.chunk is None
+
+    def within(self, length: int) -> "Reach":
+        """Leave out the bounds that no sequence of up to `length` positions comes to."""
+        window = None if self.window is None or self.window >= length else self.window
+        chunk = None if self.chunk is None or self.chunk >= length else self.chunk
+        return Reach(window, chunk)
+
+
+class SegmentGroup(NamedTuple):
     """Segments that are computed together; the last position of a shorter one is repeated."""
 
     queries: Tensor  # places in the row, [segments, queries]
@@ -29,7 +45,7 @@ class Group(NamedTuple):
     None where no segment shares a prefix: query i sees the keys up to i.
     """
 
-    def mask(self, reach: "Reach") -> Tensor:
+    def mask(self, reach: Reach) -> Tensor:
         """Mark the keys that each query sees.
 
         Returns bool that broadcasts to [segments, heads, queries, keys].
@@ -44,15 +60,15 @@ class Group(NamedTuple):
         return mask
 
 
-class Groups(NamedTuple):
+class SegmentGroups(NamedTuple):
     """All groups of a row, and the way back from their results to the row."""
 
-    groups: list[Group]
+    groups: list[SegmentGroup]
     restore: Tensor
     """Where each position of the row is in the concatenated results of all groups: [row]."""
 
 
-def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | None) -> Groups:
+def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | None) -> SegmentGroups:
     """Divide the segments of a row into groups, on the CPU.
 
     `lengths`, `ends` and `key_places` are those of `Segments`.
@@ -84,13 +100,13 @@ def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | Non
         positions_sq = None
         if bool((lengths_s1 != ends_s1).any()):  # a prefix is shared
             positions_sq = ends_s1 - 1 - steps_back_sq
-        groups.append(Group(queries_sq, keys_sk, positions_sq))
+        groups.append(SegmentGroup(queries_sq, keys_sk, positions_sq))
 
         # Results of the padding are in no place of the row.
         is_real_sq = torch.arange(queries_sq.shape[1]) < lengths_s1
         restore[queries_sq[is_real_sq]] = num_results + is_real_sq.flatten().nonzero()[:, 0]
         num_results += is_real_sq.numel()
-    return Groups(groups, restore)
+    return SegmentGroups(groups, restore)
 
 
 def _rounded_up(length: int) -> int:
@@ -106,9 +122,9 @@ def attend_in_groups(
     query_rhd: Tensor,
     key_rhd: Tensor,
     value_rhd: Tensor,
-    groups: Groups,
+    groups: SegmentGroups,
     scaling: float,
-    reach: "Reach",
+    reach: Reach,
     sinks_h: Tensor | None,
 ) -> Tensor:
     """Compute `attend` group by group; returns [row, heads, d]."""
