@@ -66,9 +66,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hocket import config as configs
 from hocket.algorithm.losses import LossOutput, policy_loss
-from hocket.trainer.batching import TrainBatch, divide, num_positions
+from hocket.trainer.batching import TrainBatch, divide
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
+from hocket.trainer.packing import num_positions
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample

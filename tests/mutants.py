@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = (
     *sorted({row.path for row in MEANT}),
     *("algorithm/choices.py", "algorithm/samples.py", "rewards/scorer.py", "rewards/workers.py"),
-    *("trainer/batching.py", "trainer/step.py"),
+    *("trainer/batching.py", "trainer/packing.py", "trainer/step.py"),
 )
 MARKS = "not engine and not ranks and not e2e and not gpu and not long"
 PLAYED_IN_LOOP = {"algorithm", "data", "observe", "rollout", "sync", "trainer"}

@@ -38,7 +38,9 @@ class Run:
     stream: PromptStream  # draws prompts, and records the outcome of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
-    shape: Callable[[Group], Shaped]  # a group's rewards for training; `reason`: why it has no signal, or None
+    shape: Callable[
+        [Group], Shaped
+    ]  # a group's rewards for training; `reason`: why it has no signal, or None
     batches: Batches
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
@@ -51,7 +53,9 @@ class Run:
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
-        await self.servers.wait_up()  # a server is up once it holds the trainer's weights: a broken sync fails here
+        await (
+            self.servers.wait_up()
+        )  # a server is up once it holds the trainer's weights: a broken sync fails here
         if not self.folder.history:
             self.record(0, await self.evaluate(0))
         async with self.batches(self.new_batch) as batches:
@@ -68,7 +72,9 @@ class Run:
         await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
         with timed(metrics, "time/step"):
             batch = await batches.batch(step, version=self.publisher.versions.current)
-            await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)  # before anything can fail
+            await run_in_thread(
+                self.folder.rollouts, f"step_{step:06d}", batch.groups
+            )  # before anything can fail
             refuse_failing(batch.groups, self.config.rewards.max_error_rate)
             shaped = [self.shape(group) for group in batch.groups]
             last = step == self.config.trainer.steps or not shaped
@@ -100,8 +106,15 @@ class Run:
         """Update the policy on groups with a signal; no other line changes the trainer's weights."""
         metrics: Metrics = {}
         self.console.progress(step, "training")
-        sequences = [sequence for group in groups for one in group.scored for sequence in one.rollout.sequences]
-        with timed(metrics, "time/measure"):  # log-probs of reference and old policy, values of the critic
+        sequences = [
+            sequence
+            for group in groups
+            for one in group.scored
+            for sequence in one.rollout.sequences
+        ]
+        with timed(
+            metrics, "time/measure"
+        ):  # log-probs of reference and old policy, values of the critic
             measured = await run_in_thread(self.trainer.measure, sequences)
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
@@ -110,10 +123,14 @@ class Run:
             await run_in_thread(part.samples, step, samples)
         # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times  algorithm/losses.py, trainer/step.py
         keep = self.folder.skipped(step)
-        trained = await run_in_thread(self.trainer.step, samples, number=step, keep=keep, max_gap=max_gap)
+        trained = await run_in_thread(
+            self.trainer.step, samples, number=step, keep=keep, max_gap=max_gap
+        )
         return metrics | shaping | trained
 
-    async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
+    async def train_and_publish(
+        self, step: int, shaped: Sequence[Shaped], *, last: bool
+    ) -> Metrics:
         """Train on the groups with a signal and publish the new weights, if there are any; settle all prompts."""
         groups = [one for one in shaped if one.reason is None]
         metrics = signal_metrics(shaped, self.stream.uses_pass_rates)
@@ -125,7 +142,9 @@ class Run:
                 metrics["sync/max_gap"] = max_gap
             metrics |= await self.check_rollouts(rollouts, bool(groups))
             if groups:
-                metrics |= await self.train_policy(step, groups, metrics.get("sync/max_gap", math.inf))
+                metrics |= await self.train_policy(
+                    step, groups, metrics.get("sync/max_gap", math.inf)
+                )
             else:
                 await run_in_thread(self.trainer.end_step)
             for part in self.parts:
@@ -134,14 +153,18 @@ class Run:
             if publishes:
                 with timed(metrics, "time/sync"):
                     metrics |= await self.publisher.publish()  # 7 weights  sync/publish.py
-        untrained = {one.group.id: self.trainer.untrained.get(number) for number, one in enumerate(groups)}
+        untrained = {
+            one.group.id: self.trainer.untrained.get(number) for number, one in enumerate(groups)
+        }
         for one in shaped:
             if one.group.draw >= 0:
                 self.stream.settle(one.group.draw, outcome_of(one, untrained.get(one.group.id)))
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
 
-    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+    async def check_rollouts(
+        self, groups: Sequence[Sequence[Rollout]], trains: bool | None
+    ) -> Metrics:
         """Show the parts a batch's rollouts, before anything is learnt from them; what a part raises stops the run."""
         metrics: Metrics = {}
         for part in self.parts:

@@ -129,7 +129,9 @@ def check(config: Config) -> None:
     for name, setting in ASKED_FOR.items():
         section, _, key = setting.partition(".")
         if name not in RUN_PARTS.names and getattr(getattr(config, section), key):
-            raise ConfigError(f"{setting} needs the run part {name!r}, whose file in hocket/extras was deleted")
+            raise ConfigError(
+                f"{setting} needs the run part {name!r}, whose file in hocket/extras was deleted"
+            )
 
 
 def joining(run: Joined) -> Iterator[RunPart]:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 FinishReason = Literal["stop", "length", "abort"]
-InFlight = Literal["keep", "drain", "abort"]  # while weights load, requests go on, end before, or are aborted
+InFlight = Literal[
+    "keep", "drain", "abort"
+]  # while weights load, requests go on, end before, or are aborted
 TokenIds: TypeAlias = "array[int]"  # Python 3.11 can't subscript the class
 """Ids of tokens, in a process always an array("I").
 
@@ -27,7 +29,9 @@ Columns = Mapping[str, Sequence[float]]  # by name: a number per token, 0.0 wher
 class Image:
     """A picture, and where its tokens stand in a sequence."""
 
-    file: bytes | Callable[[], bytes] = dataclasses.field(compare=False)  # a PNG, JPEG or WebP, or what reads it
+    file: bytes | Callable[[], bytes] = dataclasses.field(
+        compare=False
+    )  # a PNG, JPEG or WebP, or what reads it
     name: str  # SHA-256 of its bytes, and their kind: tells images apart, whose tokens are alike
     start: int  # place of its first token
     length: int  # of its tokens: what the model's processor makes of its placeholder
@@ -46,7 +50,9 @@ class Prompt:
     token_ids: TokenIds  # never empty
     messages: tuple[Message, ...] | None = None  # None for plain text
     text: str = ""  # for rewards and people: the last user message, or all
-    opening: str = ""  # the thought at its end that the chat template opens, maybe closes: "<think>\n"
+    opening: str = (
+        ""  # the thought at its end that the chat template opens, maybe closes: "<think>\n"
+    )
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
     answer: str | None = None  # which rewards compare with
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
@@ -140,7 +146,9 @@ class Group:
 
     @property
     def scored(self) -> list[tuple[Rollout, Score]]:
-        return [pair for pair in zip(self.rollouts, self.scores, strict=True) if pair[1].error is None]
+        return [
+            pair for pair in zip(self.rollouts, self.scores, strict=True) if pair[1].error is None
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +158,9 @@ class TrainSample:
     columns: Columns = dataclasses.field(default_factory=dict)  # what else the losses read
     id: str = ""  # of the sequence, for reports
     group: int = 0  # number of its prompt's group, which no mini-batch divides
-    witness: bool = False  # whether it is trained did not depend on what was sampled: an unbiased sample
+    witness: bool = (
+        False  # whether it is trained did not depend on what was sampled: an unbiased sample
+    )
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.sequence.token_ids, **self.numbers)
@@ -158,12 +168,18 @@ class TrainSample:
     @property
     def numbers(self) -> Columns:
         """All that the losses read, by name."""
-        return {"rollout_logprobs": self.sequence.logprobs, "advantages": self.advantages, **self.columns}
+        return {
+            "rollout_logprobs": self.sequence.logprobs,
+            "advantages": self.advantages,
+            **self.columns,
+        }
 
 
 def text_of(content: Any) -> str:
     """Return the text of a message's content, which has parts where there are pictures."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return (
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    )
 
 
 def check_lengths(**fields: Sequence[Any]) -> None:

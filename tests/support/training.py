@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hocket import config as config_module
-from hocket.trainer.batching import TrainBatch, chosen_packer, divide
+from hocket.trainer.batching import TrainBatch, divide
 from hocket.trainer.checkpoints import write_bucket
 from hocket.trainer.objective import BatchLoss, Objective
+from hocket.trainer.packing import chosen_packer
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer

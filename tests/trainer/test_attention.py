@@ -1,4 +1,3 @@
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from hocket.config import ModelConfig
 from hocket.errors import TrainerError
 from hocket.trainer import attention
-from hocket.trainer.attention import Alike, Reach, Segments, attend
+from hocket.trainer.attention import Segments, attend
 from hocket.trainer.policy import Policy
 from support.numbers import rounding
 from support.training import CPU, additions, assert_near, gradient_additions
@@ -116,21 +115,6 @@ def test_flash_attention_is_asked_for_what_it_takes_only(
     assert attention.has_kernel(query, key, value) == takes
 
 
-def test_without_it_a_gpu_gets_no_grouped_heads_which_would_take_memory_for_all_pairs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
-        assert (key.shape, value.shape, enable_gqa) == ((1, 4, 32, 8), (1, 4, 32, 8), False)
-        return query
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", kernel)
-    with FakeTensorMode():
-        query, key, value = (torch.empty(32, heads, 8, device="cuda") for heads in (4, 2, 2))
-        group, restore = (torch.empty(*n, dtype=torch.int64, device="cuda") for n in ((1, 32), (32,)))
-        segments: Any = types.SimpleNamespace(groups=([Alike(group, group, None)], restore))
-        assert attention._by_groups(query, key, value, segments, 0.3, Reach(), None).shape == (32, 4, 8)
-
-
 @pytest.mark.parametrize(
     ("capability", "error", "says"),
     [
@@ -146,7 +130,7 @@ def test_flash_attention_3_is_switched_on_for_a_hopper_gpu_that_has_its_package(
     switch = Mock(side_effect=error)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", switch)
-    monkeypatch.setattr(attention, "_probe", lambda device: None)
+    monkeypatch.setattr(attention, "_try_kernel", lambda device: None)
     assert attention.choose_kernel(torch.device("cuda")) == says
     assert switch.call_args_list == ([call("FA3")] if capability == (9, 0) else [])
     assert attention.choose_kernel(CPU) == "torch's for CPUs"

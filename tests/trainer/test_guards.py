@@ -155,7 +155,7 @@ def test_a_full_memory_names_what_it_was_for_and_the_setting(
         trainer.step(SAMPLES)
     monkeypatch.setattr(trainer.ranks, "destroy", Mock())
     for owns_ranks in (False, True):  # one alone has no others to wait for, and this process may train again
-        monkeypatch.setattr(trainer, "_owns_ranks", owns_ranks)
+        monkeypatch.setattr(trainer, "owns_ranks", owns_ranks)
         trainer.close()
         assert trainer.ranks.destroy.called == owns_ranks  # type: ignore[attr-defined]
 

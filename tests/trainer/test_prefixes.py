@@ -25,8 +25,8 @@ from hocket.config import ModelConfig
 from hocket.config.algorithm import PRESETS
 from hocket.trainer import attention, batching, prefixes
 from hocket.trainer.attention import attend
-from hocket.trainer.batching import Sizes
 from hocket.trainer.critic import ValueModel
+from hocket.trainer.packing import Sizes
 from hocket.trainer.policy import Policy
 from hocket.trainer.prefixes import SharingPacker
 from hocket.trainer.ranks import Ranks
@@ -52,7 +52,7 @@ def test_a_hand_worked_group_reads_its_prompt_once() -> None:
     assert batch.segments.lengths == (14, 1)
     assert batch.segments.starts == (0, 12)
     assert batch.segments.positions_br.tolist() == [[*range(14), 12]]
-    shared, bounds = batch.segments.seen or (None, None)
+    shared, bounds = batch.segments.shared_keys or (None, None)
     assert shared.tolist() == [*range(14), *range(12), 14]
     assert bounds.tolist() == [0, 14, 27]
     # Every sequence has its own targets: the prompt's last place predicts three tokens.
@@ -182,7 +182,7 @@ def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.M
     assert batch.input_ids_br.numel() == len(beginnings)
     # In the row, a sequence's places hold its tokens, and it sees them all, in order.
     row = batch.input_ids_br[0]
-    shared, bounds = batch.segments.seen or (None, None)
+    shared, bounds = batch.segments.shared_keys or (None, None)
     seen = {tuple(row[part].tolist()) for part in torch.tensor_split(shared, bounds[1:-1].tolist())}
     longest = {s.sequence.token_ids[:-1] for s in samples}
     assert seen <= longest

@@ -16,13 +16,15 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hocket.config import TrainerConfig
+from hocket.config import TrainerConfig, load
 from hocket.errors import ConfigError, ServerError, TrainerError
 from hocket.protocol import manifest, nccl
+from hocket.trainer import trainer as trainer_module
 from hocket.trainer.engine import Setup, default_zero_stage
 from hocket.trainer.ranks import FAILURE, Ranks
 from hocket.trainer.trainer import Trainer
 from support import training
+from support.examples import shown
 from support.numbers import rounding
 from support.training import additions, make_rollouts, make_samples, make_trainer, same, untimed, weights_of
 
@@ -37,6 +39,23 @@ def trainer(ranks: Ranks, tied_model: str) -> Iterator[Trainer]:
     with make_trainer(ranks, tied_model) as trainer:
         yield trainer
         assert not trainer.step(make_samples())["train/skipped"]
+
+
+def test_the_example_of_the_documentation_takes_an_update_and_writes_the_model(
+    ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {
+        "Trainer": functools.partial(Trainer, ranks=ranks),  # which other tests go on with
+        "Path": Path,
+        "config": load(None, ["model.dtype=float32", f"model.path={tied_model}"]),
+        "samples": make_samples(),
+    }
+    exec(shown(trainer_module, "with Trainer(config) as trainer:"), names)
+    assert names["metrics"]["train/updates"] == 1
+    before = AutoModelForCausalLM.from_pretrained(tied_model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained("my-model").state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_bfloat16_training_follows_float32(ranks: Ranks, tied_model: str) -> None:
@@ -288,18 +307,6 @@ def test_a_rank_that_is_started_again_tells_those_that_wait_for_the_one_before(m
 def test_a_store_that_fails_at_once_is_not_waited_for(ranks: Ranks) -> None:
     with pytest.raises(RuntimeError, match="it is gone"):
         ranks._ask_store(Mock(side_effect=OSError("it is gone")), 600)
-
-
-def test_a_trainer_that_could_not_leave_with_the_others_is_closed(
-    ranks: Ranks, tied_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(ranks, tied_model)
-    monkeypatch.setattr(trainer, "_leave", Mock(side_effect=TrainerError("lost the other ranks")))
-    with pytest.raises(TrainerError, match="lost the other ranks"):
-        trainer.close()
-    trainer.close()
-    with pytest.raises(TrainerError, match="it is closed"):
-        trainer.step(make_samples())
 
 
 def test_weights_that_no_gradient_reaches_do_not_hide_the_updates_of_others(ranks: Ranks, untied_model: str) -> None:

@@ -21,7 +21,7 @@ from hocket import config as config_module
 from hocket.common.vision import Stored, decoded
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer import batching, flops, memory, prefixes
+from hocket.trainer import batching, flops, memory, packing, prefixes
 from hocket.trainer.critic import ValueModel
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
@@ -164,12 +164,12 @@ def test_other_pictures_are_shared_up_to_the_first_that_differs_and_never_to_the
     *_, one, other = make_seeing(tiny_vlm)
     assert one.sequence.token_ids == other.sequence.token_ids
     second = one.sequence.images[1].start
-    assert prefixes.starts([batching.keys(sample.sequence) for sample in (one, other)], math.inf) == [0, second]
+    assert prefixes.starts([packing.keys(sample.sequence) for sample in (one, other)], math.inf) == [0, second]
     [[batch]] = pack([one, other], share=math.inf)
     assert batch.segments.starts == (0, second)
     assert len(batch.images) == 4 + 3
     # Of a picture all tokens count alike: also one that has other tokens behind its first is another one.
-    keys = batching.keys(one.sequence)
+    keys = packing.keys(one.sequence)
     image = one.sequence.images[0]
     assert len(set(keys[image.start : image.start + image.length].tolist())) == 1
 

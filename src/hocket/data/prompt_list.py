@@ -51,9 +51,13 @@ def digest_of(prompt: Prompt) -> str:
 
 def key_of(prompt: Prompt) -> str:
     """Return a hash of what is asked, without the system's words, and of the answer."""
-    said = [message["content"] for message in prompt.messages or () if message["role"] != "system"] or [prompt.text]
+    said = [
+        message["content"] for message in prompt.messages or () if message["role"] != "system"
+    ] or [prompt.text]
     words = [str(text).split() for text in said]
-    return sha256_of_text(repr([words, prompt.answer, [image.name for image in prompt.images]]))[:16]
+    return sha256_of_text(repr([words, prompt.answer, [image.name for image in prompt.images]]))[
+        :16
+    ]
 
 
 def sha256_of_text(text: str) -> str:

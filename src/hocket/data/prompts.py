@@ -30,15 +30,24 @@ StorePrompts = Callable[[object, int, Prepare], tuple[Prompts, list[int]]]
 """(what the prompts follow from, most tokens of one, how to prepare them) → the prompts that are short enough, and the
 lengths of all. It prepares them at the first start, and may keep them for the next one."""
 STORES: Registry[StorePrompts] = Registry("store", cache="hocket.extras.cache")
-Rendered = tuple[list[str], Callable[[list[list[int]]], T]]  # a row's texts, and what makes a T of their token ids
+Rendered = tuple[
+    list[str], Callable[[list[list[int]]], T]
+]  # a row's texts, and what makes a T of their token ids
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: ToolSchemas = (), source: str = ""
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    tools: ToolSchemas = (),
+    source: str = "",
 ) -> tuple[Prompts, list[int]]:
     """Return the prompts that are short enough, none cut, and the token counts of all; `source`: of data.sources."""
     renderer = renderer_of(data, tokenizer, tools)
-    if "</think>" in [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]:
+    if "</think>" in [
+        token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+    ]:
         raise DataError(
             "the tokenizer has </think> as a special token: no reward would see a thought end; set "
             '"special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
@@ -56,8 +65,19 @@ def load_prompts(
         template = tokenizer.chat_template
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
         day = DAY.strftime("%F") if "strftime_now" in str(template) else None
-        known = (source, content, settings, template, day, list(tools), tokenizers.fingerprint(tokenizer))
-        origin = *known, *renderer.origin(columns_of(row, [data.prompt_column]) for _, row in read_rows(data))
+        known = (
+            source,
+            content,
+            settings,
+            template,
+            day,
+            list(tools),
+            tokenizers.fingerprint(tokenizer),
+        )
+        origin = (
+            *known,
+            *renderer.origin(columns_of(row, [data.prompt_column]) for _, row in read_rows(data)),
+        )
 
     def prepare() -> Iterator[Prompt]:
         return _prompts(data, renderer, source)
@@ -86,7 +106,9 @@ def _prompts(data: DataConfig, renderer: Renderer, source: str) -> Iterator[Prom
             if not token_ids[0]:
                 raise ValueError(NO_TOKEN)
             ids, images = renderer.expanded(token_ids[0], pictures)
-            return Prompt(id=name, source=source, token_ids=array("I", ids), images=images, **fields)
+            return Prompt(
+                id=name, source=source, token_ids=array("I", ids), images=images, **fields
+            )
 
         return [text], prompt
 
@@ -113,7 +135,9 @@ def in_parts(
         except ValueError as error:
             problems[place] = str(error)
 
-    rows = iter(tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5))
+    rows = iter(
+        tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5)
+    )
     while part := list(itertools.islice(rows, PART)):
         rendered = []
         num_rows += len(part)
@@ -131,11 +155,16 @@ def in_parts(
                 yield make(list(itertools.islice(encoded, len(texts))))
     if problems:
         unit = "line" if data.source.endswith(".jsonl") else "row, from 0"
-        lines = [f"  {place}: {problem}" for place, problem in itertools.islice(problems.items(), NUM_SHOWN)]
+        lines = [
+            f"  {place}: {problem}"
+            for place, problem in itertools.islice(problems.items(), NUM_SHOWN)
+        ]
         if len(problems) > NUM_SHOWN:
             lines.append(f"  ... and {len(problems) - NUM_SHOWN} more")
         advice = "; repair or remove them" if len(problems) < num_rows else ""
-        what = f"{len(problems)} of {num_rows} rows of {data.source} can't be used{advice} ({unit}):"
+        what = (
+            f"{len(problems)} of {num_rows} rows of {data.source} can't be used{advice} ({unit}):"
+        )
         raise DataError("\n".join([what, *lines]))
     if not num_rows:
         raise DataError(f"{data.source} has no rows")

@@ -60,7 +60,9 @@ class Best(RunPart):
             return {}
         row = self._best(rows)
         metric = self.settings.name
-        return {"best": {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}}
+        return {
+            "best": {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}
+        }
 
     def _evaluations(self) -> list[Mapping[str, Any]]:
         return [row for row in self.history if row.get(self.settings.name) is not None]
@@ -76,4 +78,6 @@ def best(run: Joined) -> RunPart | None:
     settings = run.config.checkpoint.best
     if settings is None or run.config.pipeline.replay is not None:  # a replay has no evaluations
         return None
-    return Best(settings, run.folder.path, run.folder.history, run.trainer, run.checkpoints, run.console.say)
+    return Best(
+        settings, run.folder.path, run.folder.history, run.trainer, run.checkpoints, run.console.say
+    )

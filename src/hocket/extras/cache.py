@@ -25,7 +25,9 @@ from hocket.errors import DataError
 from hocket.types import Image, Prompt
 
 UNUSED_S = 30 * 86_400.0
-OTHERS = [field.name for field in dataclasses.fields(Prompt) if field.name not in ("token_ids", "images")]
+OTHERS = [
+    field.name for field in dataclasses.fields(Prompt) if field.name not in ("token_ids", "images")
+]
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,9 @@ class KeptPrompts(Prompts):
             return [self[i] for i in range(len(self))[index]]
         row = self._rows[index]
         images = tuple(Image(**one) for one in row["images"])
-        return Prompt(token_ids=array("I", row["token_ids"]), images=images, **_others(row["others"]))
+        return Prompt(
+            token_ids=array("I", row["token_ids"]), images=images, **_others(row["others"])
+        )
 
 
 @STORES.register("cache")
@@ -70,7 +74,10 @@ def load(origin: object, longest: int, prepare: Prepare) -> tuple[Prompts, list[
 
 
 def _key(origin: object) -> str:
-    code = [file.read_bytes() for file in sorted([Path(__file__), *Path(data.__file__).parent.glob("*.py")])]
+    code = [
+        file.read_bytes()
+        for file in sorted([Path(__file__), *Path(data.__file__).parent.glob("*.py")])
+    ]
     versions = [version_of(name) for name in ("transformers", "tokenizers", "datasets")]
     return sha256_of_text(repr([code, versions, origin]))[:32]
 
@@ -78,7 +85,9 @@ def _key(origin: object) -> str:
 def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
     import datasets
 
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"
+    )
     home = folder / key
     seal = home / "SHA256"
     number = datasets.Value("int32")
@@ -86,13 +95,20 @@ def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
     image = {"file": datasets.Value("large_binary"), "name": text}
     image |= dict.fromkeys(("start", "length", "placeholder"), number)
     features = datasets.Features(
-        token_ids=datasets.List(number), length=number, digest=text, key=text, others=text, images=datasets.List(image)
+        token_ids=datasets.List(number),
+        length=number,
+        digest=text,
+        key=text,
+        others=text,
+        images=datasets.List(image),
     )
     datasets.disable_progress_bars()  # there is one of the rows
     _remove_unused(folder)
     if seal.exists() and seal.read_text() != _contents(home):
         shutil.rmtree(home)
-    table = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(home), fingerprint=key)
+    table = datasets.Dataset.from_generator(
+        rows, features=features, cache_dir=str(home), fingerprint=key
+    )
     if not seal.exists():
         write_atomically(seal, _contents(home))
     os.utime(home)

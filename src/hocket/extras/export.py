@@ -9,7 +9,11 @@ from hocket.errors import door
 
 @command(
     "export",
-    option("FOLDER", type=Path, help="a checkpoint or adapter; where its first model has moved, add model.path=NEW"),
+    option(
+        "FOLDER",
+        type=Path,
+        help="a checkpoint or adapter; where its first model has moved, add model.path=NEW",
+    ),
     option("OUTPUT", type=Path),
     SETTINGS,
 )

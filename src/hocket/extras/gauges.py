@@ -22,7 +22,11 @@ class Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         health = self.engine.health()
-        yield _gauge("weight_version", "version of the weights that new tokens are sampled with", health.version)
+        yield _gauge(
+            "weight_version",
+            "version of the weights that new tokens are sampled with",
+            health.version,
+        )
         yield _gauge("in_flight", "completions under way", health.in_flight)
         yield _gauge("kv_tokens", "tokens that fit into the KV cache", health.kv_tokens)
         status = GaugeMetricFamily("hocket_status", "1: what the server is at", labels=["status"])

@@ -51,9 +51,14 @@ def accounts(
     rows = list(rows[1:])
     if stream is not None:
         recorded = {row["draw"] for row in rows if "draw" in row}
-        late = [*stream["entries"], *({**draw, "state": "in flight"} for draw in stream["in_flight"])]
+        late = [
+            *stream["entries"],
+            *({**draw, "state": "in flight"} for draw in stream["in_flight"]),
+        ]
         rows += [row for row in late if row.get("draw") not in recorded]
-    rows.sort(key=lambda row: (row["epoch"], row["state"] != "back"))  # those first, as some stand twice
+    rows.sort(
+        key=lambda row: (row["epoch"], row["state"] != "back")
+    )  # those first, as some stand twice
     ids = {row["prompt"] for row in rows}
     epochs = {epoch: list(those) for epoch, those in groupby(rows, key=lambda row: row["epoch"])}
     newest = max(epochs, default=0)
@@ -86,7 +91,9 @@ def accounts(
             (len(twice), "accounted for more than once", twice),
         )
         problems = tuple(_problem(*one) for one in wrong if one[0])
-        found.append(Account(epoch, epoch < num_over or not unknown, num_prompts, +states, problems))  # +: above 0
+        found.append(
+            Account(epoch, epoch < num_over or not unknown, num_prompts, +states, problems)
+        )  # +: above 0
     return found
 
 
@@ -106,8 +113,12 @@ def table(found: Sequence[Account]) -> str:
     lines = []
     for account in found[-NUM_EPOCHS:]:
         lines.append(f"epoch {account.epoch}: {account.num_prompts:,} prompts")
-        lines += [f"{num:>10,}  {state}" for state, num in sorted(account.states.items(), key=_place)]
-    if problems := [f"epoch {account.epoch}: {problem}" for account in found for problem in account.problems]:
+        lines += [
+            f"{num:>10,}  {state}" for state, num in sorted(account.states.items(), key=_place)
+        ]
+    if problems := [
+        f"epoch {account.epoch}: {problem}" for account in found for problem in account.problems
+    ]:
         return "\n".join([*lines, *problems])
     num = sum(account.finished for account in found)
     verdict = f"every prompt of each finished epoch ({num}) is accounted for exactly once"
@@ -137,12 +148,17 @@ def report(args: argparse.Namespace) -> int:
 
     rows = read_lines(args.RUN / LEDGER)
     if not rows or "num_prompts" not in rows[0]:
-        raise ConfigError(f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing")
+        raise ConfigError(
+            f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing"
+        )
     kept = checkpoints.complete(args.RUN / checkpoints.FOLDER)
     stream = checkpoints.read(kept[-1], whole=False).parts["prompts"] if kept else None
     ended = (args.RUN / "summary.json").exists()
     with reading(args.RUN / LEDGER):
-        by_name = [(name, accounts(mine, state, ended=ended)) for name, mine, state in by_source(rows, stream)]
+        by_name = [
+            (name, accounts(mine, state, ended=ended))
+            for name, mine, state in by_source(rows, stream)
+        ]
     for name, listed in by_name:
         print(*filter(None, [name, table(listed)]), sep="\n")
     return int(any(account.problems for _, listed in by_name for account in listed))

@@ -40,10 +40,15 @@ def _in_tiles(forward: Any) -> Any:
     def tiled(hidden_brh: Tensor) -> Any:
         if hidden_brh.shape[1] <= TILE:
             return forward(hidden_brh)
-        tiles = [checkpoint(forward, tile, use_reentrant=False) for tile in torch.split(hidden_brh, TILE, dim=1)]
+        tiles = [
+            checkpoint(forward, tile, use_reentrant=False)
+            for tile in torch.split(hidden_brh, TILE, dim=1)
+        ]
         if isinstance(tiles[0], Tensor):
             return torch.cat(tiles, dim=1)
-        hidden, scores = zip(*tiles, strict=True)  # of some experts, with their router's of [positions, experts]
+        hidden, scores = zip(
+            *tiles, strict=True
+        )  # of some experts, with their router's of [positions, experts]
         return torch.cat(hidden, dim=1), torch.cat(scores)
 
     return tiled

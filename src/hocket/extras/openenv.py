@@ -18,7 +18,9 @@ class OpenEnv(Environment):
     `observation`: the field that the model reads; without one it reads all of them as JSON.
     """
 
-    def __init__(self, url: str, action: str | None = "message", observation: str | None = None) -> None:
+    def __init__(
+        self, url: str, action: str | None = "message", observation: str | None = None
+    ) -> None:
         need("env openenv", "openenv")
         self._url = url
         self._action = action
@@ -32,21 +34,33 @@ class OpenEnv(Environment):
 
         self._client = GenericEnvClient(base_url=self._url)
         await self._client.connect()
-        result = await self._client.reset(**{"seed": seed & MAX_SEED, **prompt.meta.get("reset", {})})
+        result = await self._client.reset(
+            **{"seed": seed & MAX_SEED, **prompt.meta.get("reset", {})}
+        )
         said = self._said(result.observation)
         return Observation(messages=[{"role": "user", "content": said}]) if said else None
 
     async def step(self, action: Action) -> Step:
         try:
-            done = dict(json.loads(action.text)) if self._action is None else {self._action: action.text}
+            done = (
+                dict(json.loads(action.text))
+                if self._action is None
+                else {self._action: action.text}
+            )
         except (ValueError, TypeError) as error:
-            return Step(messages=[{"role": "user", "content": f"error: the action is no JSON object: {error}"}])
+            return Step(
+                messages=[
+                    {"role": "user", "content": f"error: the action is no JSON object: {error}"}
+                ]
+            )
         result = await self._client.step(done)
         self.gives_reward |= result.reward is not None
         reward = float(result.reward or 0.0)
         if result.done:
             return Step(reward=reward, done=True)
-        return Step(reward=reward, messages=[{"role": "user", "content": self._said(result.observation)}])
+        return Step(
+            reward=reward, messages=[{"role": "user", "content": self._said(result.observation)}]
+        )
 
     async def truncated(self) -> float:
         self.gives_reward = True  # a server may give all of it at the end
@@ -61,5 +75,7 @@ class OpenEnv(Environment):
             return json.dumps(observation, ensure_ascii=False)
         if self._observation not in observation:
             known = ", ".join(observation)
-            raise ValueError(f"the observation has no field {self._observation!r}, only {known}: set env.observation")
+            raise ValueError(
+                f"the observation has no field {self._observation!r}, only {known}: set env.observation"
+            )
         return str(observation[self._observation])

@@ -29,7 +29,9 @@ def provide_bases() -> None:
     """Let files import OpenRLHF's base classes where it is not installed."""
     if BASES not in sys.modules and importlib.util.find_spec("openrlhf") is None:
         made = ModuleType(BASES)
-        made.__dict__.update(AgentInstanceBase=Base, MultiTurnAgentExecutor=Base, AgentExecutorBase=Base)
+        made.__dict__.update(
+            AgentInstanceBase=Base, MultiTurnAgentExecutor=Base, AgentExecutorBase=Base
+        )
         sys.modules[BASES] = made
 
 
@@ -41,7 +43,9 @@ class StepFile(Environment):
         self._module: Any = load_plugin(path)
         if not {"AgentInstance", "step"} & vars(self._module).keys():
             advice = "code that asks a server by itself is an agent: env={name: agent, ...}"
-            raise ValueError(f"{path} has neither a class AgentInstance nor a function step; {advice}")
+            raise ValueError(
+                f"{path} has neither a class AgentInstance nor a function step; {advice}"
+            )
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         self._label = prompt.answer
@@ -59,10 +63,14 @@ class StepFile(Environment):
 
     async def step(self, action: Action) -> Step:
         said = {"observation_text": self._text, "action_text": action.text, "label": self._label}
-        told = await self._ask({**said, "sampling_params": SimpleNamespace(stop=None, max_tokens=None)})
+        told = await self._ask(
+            {**said, "sampling_params": SimpleNamespace(stop=None, max_tokens=None)}
+        )
         logs = {"scores": told.get("scores"), **(told.get("extra_logs") or {})}
         self.metrics = {
-            f"env/{name}": _number(value) for name, value in logs.items() if numpy.asarray(value).dtype.kind in "biuf"
+            f"env/{name}": _number(value)
+            for name, value in logs.items()
+            if numpy.asarray(value).dtype.kind in "biuf"
         }
         reward = _number(told["rewards"])
         if told["done"]:
@@ -82,7 +90,9 @@ class StepFile(Environment):
         before = self._text
         if not whole.startswith(before):
             advice = "what it should begin with instead belongs into the data, or into data.system_prompt"
-            raise ValueError(f"a text must go on from the one before, {before[-40:]!r} at its end: {advice}")
+            raise ValueError(
+                f"a text must go on from the one before, {before[-40:]!r} at its end: {advice}"
+            )
         self._text = whole
         return whole.removeprefix(before)
 

@@ -41,18 +41,30 @@ class ModelReward:
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         labels = config.num_labels
         kinds = str(config.architectures)
-        if "ForSequenceClassification" not in kinds:  # transformers would give it a head of random weights
-            raise ValueError(f"{self.path} is no sequence classifier: config.json names the architectures {kinds}")
-        model_folder.examine(ModelConfig(path=self.path), f"{SECTION}.path", trains=False, head="score")
+        if (
+            "ForSequenceClassification" not in kinds
+        ):  # transformers would give it a head of random weights
+            raise ValueError(
+                f"{self.path} is no sequence classifier: config.json names the architectures {kinds}"
+            )
+        model_folder.examine(
+            ModelConfig(path=self.path), f"{SECTION}.path", trains=False, head="score"
+        )
         if self.label not in range(labels) and (labels, self.label) != (1, None):
-            raise ValueError(f"{self.path} has {labels} labels: set label to the index of one, {config.id2label}")
+            raise ValueError(
+                f"{self.path} has {labels} labels: set label to the index of one, {config.id2label}"
+            )
         text = config.get_text_config()
         readable = self._tokenizer.model_max_length, getattr(text, "max_position_embeddings", None)
         self._longest = min(filter(None, (self.max_length, *readable)))
         pad = getattr(text, "pad_token_id", None)
-        self._tokenizer.pad_token = None if pad is None or pad < 0 else self._tokenizer.convert_ids_to_tokens(pad)
+        self._tokenizer.pad_token = (
+            None if pad is None or pad < 0 else self._tokenizer.convert_ids_to_tokens(pad)
+        )
         if self._tokenizer.pad_token is None:
-            self.batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
+            self.batch_size = (
+                1  # transformers takes the logit of the last token, a padding one in a batch
+            )
         self._one_at_a_time = asyncio.Lock()
         self.call_seconds = clock()
 
@@ -65,7 +77,9 @@ class ModelReward:
 
     def _load(self) -> Any:
         loaded = Classifier.from_pretrained(self.path, trust_remote_code=False, dtype=self.dtype)
-        positions = [part for name, part in loaded.named_modules() if name.endswith("position_embeddings")]
+        positions = [
+            part for name, part in loaded.named_modules() if name.endswith("position_embeddings")
+        ]
         for part in positions:
             if getattr(part, "padding_idx", None) is not None:  # RoBERTa's kinds begin behind it
                 self._longest = min(self._longest, part.num_embeddings - part.padding_idx - 1)
@@ -89,7 +103,9 @@ class ModelReward:
             batch = by_length[start : start + self.batch_size]
             inputs = [encoded[i] for i in batch]
             several = len(batch) > 1
-            padded = self._tokenizer.pad(inputs, several, padding_side="right", return_tensors="pt", verbose=False)
+            padded = self._tokenizer.pad(
+                inputs, several, padding_side="right", return_tensors="pt", verbose=False
+            )
             logits = self._model(**padded.to(self.device)).logits.float()
             if self.probability:
                 logits = logits.softmax(-1) if logits.shape[-1] > 1 else logits.sigmoid()
@@ -101,7 +117,9 @@ class ModelReward:
         """Tokenize prompt and completion. Raise NoScoreError if they are too long, or the prompt has images."""
         prompt = rollout.prompt
         if prompt.images:
-            raise NoScoreError(f"{self.path} reads text alone, and the prompt has images: leave out {SECTION}")
+            raise NoScoreError(
+                f"{self.path} reads text alone, and the prompt has images: leave out {SECTION}"
+            )
         template = self._tokenizer.chat_template
         text: Any = prompt.text + rollout.text
         if template:

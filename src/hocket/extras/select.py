@@ -41,7 +41,9 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
     if not chosen:
         highest = max(map(_reward, told))
-        raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: the highest is {highest:g}")
+        raise ConfigError(
+            f"no rollout of {run} has a reward of at least {least:g}: the highest is {highest:g}"
+        )
     mean = fmean(map(_reward, chosen))
     what = f"{len(chosen)} of {num} rollouts, of {len(best)} prompts; rewards from {least:.3g}, mean {mean:.3g}"
     rate = max(config.trainer.learning_rate, SFT_RATE)
@@ -66,7 +68,9 @@ def select_pairs(run: Path, output: Path) -> str:
             asked = {"prompt": best["messages"] or best["prompt"], "prompt_id": best["prompt_id"]}
             pairs.append({**asked, **sides, **tools[_source(best)], **_pictures(best, run)})
     if not pairs:
-        raise ConfigError(f"no group of {run} has different answers with different rewards: none is preferred")
+        raise ConfigError(
+            f"no group of {run} has different answers with different rewards: none is preferred"
+        )
     what = f"{len(pairs)} pairs of {len(groups)} groups, whose answers and rewards differ; "
     what += f"{num - len(told)} of {num} rollouts have no score, no end or no text"
     return _write(output, pairs, what, config.model.path, "dpo")
@@ -84,7 +88,9 @@ def _read(run: Path) -> tuple[Config, Mapping[str, RolloutRow], list[RolloutRow]
     made = {name: environments.bind(env.name, env.model_extra)() for name, env in envs.items()}
     chats = {name: one for name, one in made.items() if one.keeps_messages}
     if not chats:
-        raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
+        raise ConfigError(
+            f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}"
+        )
     rows: list[RolloutRow] = []
     for path in reversed(numbered(run / "rollouts", "step_*.jsonl").values()):
         rows += read_lines(path)
@@ -94,7 +100,9 @@ def _read(run: Path) -> tuple[Config, Mapping[str, RolloutRow], list[RolloutRow]
         raise ConfigError(
             f"of {len(rows)} rollouts of {run}, none has a score and an end: name a run of train or rollout"
         )
-    tools = {name: {"tools": one.toolbox.tools} if one.toolbox else {} for name, one in chats.items()}
+    tools = {
+        name: {"tools": one.toolbox.tools} if one.toolbox else {} for name, one in chats.items()
+    }
     return config, tools, told, len(rows)
 
 
@@ -108,13 +116,17 @@ def _is_whole(row: RolloutRow) -> bool:
     if in_thought or {"role": "assistant", "content": ""} in turns:
         return False
     roles = [message["role"] for message in turns]
-    is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
+    is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(
+        roles
+    )
     has_all = "others" not in row  # of an episode, not of its last sequence alone
     return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat and has_all
 
 
 def _turns(row: RolloutRow) -> list[RolloutRow]:
-    turns: list[RolloutRow] = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+    turns: list[RolloutRow] = row.get(
+        "dialogue", [{"role": "assistant", "content": row["completion"]}]
+    )
     return turns
 
 
@@ -141,7 +153,9 @@ def _pictures(row: RolloutRow, run: Path) -> RolloutRow:
     return found
 
 
-def _write(output: Path, rows: Sequence[RolloutRow], what: str, model: str, command: str, options: str = "") -> str:
+def _write(
+    output: Path, rows: Sequence[RolloutRow], what: str, model: str, command: str, options: str = ""
+) -> str:
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in rows))
     plain = " data.chat_template=false" if isinstance(rows[0].get("prompt"), str) else ""
     names = f"data.source={output} model.path={model}{plain} {options}run.dir=NEW"
@@ -151,8 +165,15 @@ def _write(output: Path, rows: Sequence[RolloutRow], what: str, model: str, comm
 @command(
     "select",
     option("RUN", type=Path),
-    option("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl, or RUN/pairs.jsonl"),
-    option("--pairs", action="store_true", help="write best and worst of each group as preferences"),
+    option(
+        "OUTPUT",
+        type=Path,
+        nargs="?",
+        help="file of the rows; default RUN/selected.jsonl, or RUN/pairs.jsonl",
+    ),
+    option(
+        "--pairs", action="store_true", help="write best and worst of each group as preferences"
+    ),
     option("--min-reward", type=float, help="lowest reward; default: the mean of the run"),
     option("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)"),
 )

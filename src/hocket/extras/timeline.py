@@ -25,7 +25,10 @@ NAMES = {
     "time/eval": ("servers", "eval"),
     "time/generate": (TRAINER, "wait"),  # for tokens
     "time/reward": (TRAINER, "reward"),  # for scores alone
-} | {f"time/{name}": (TRAINER, name) for name in ("turn", "check", "measure", "train", "sync", "checkpoint")}
+} | {
+    f"time/{name}": (TRAINER, name)
+    for name in ("turn", "check", "measure", "train", "sync", "checkpoint")
+}
 """Span → who and name in the file."""
 
 
@@ -60,7 +63,9 @@ class Timeline(RunPart):
             if span.name in NAMES:
                 who, name = NAMES[span.name]
                 where = {"step": step, "name": name, "who": who}
-                rows.append(where | {"start": round(unix + span.start, 6), "end": round(unix + span.end, 6)})
+                rows.append(
+                    where | {"start": round(unix + span.start, 6), "end": round(unix + span.end, 6)}
+                )
         append(self._run_dir / TIMELINE, [*rows, *self._of_servers(step)])
         if step in self._traced:
             self._kept += spans
@@ -72,7 +77,9 @@ class Timeline(RunPart):
 
     def _of_servers(self, step: int) -> list[dict[str, Any]]:
         servers = self._servers()
-        return [{"step": step, "time": round(time.time(), 6), "servers": servers}] if servers else []
+        return (
+            [{"step": step, "time": round(time.time(), 6), "servers": servers}] if servers else []
+        )
 
     def close(self) -> None:
         LISTENERS.remove(self._spans.append)
@@ -81,14 +88,18 @@ class Timeline(RunPart):
 @run_part("timeline")
 def timeline(run: Joined) -> RunPart:
     folder = run.folder
-    return Timeline(folder.path, lambda: folder.last_step, run.servers.states, run.config.observe.traced)
+    return Timeline(
+        folder.path, lambda: folder.last_step, run.servers.states, run.config.observe.traced
+    )
 
 
 def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     """Return Chrome's events: microseconds of Unix time. A process has as many lanes as it does things at a time."""
     unix = time.time() - time.perf_counter()
     found: list[dict[str, Any]] = []
-    lanes: dict[str, list[list[float]]] = {}  # of each process, in each lane the ends of what is open
+    lanes: dict[
+        str, list[list[float]]
+    ] = {}  # of each process, in each lane the ends of what is open
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         if span.who not in lanes:
             named = {"name": "process_name", "ph": "M", "args": {"name": span.who}}

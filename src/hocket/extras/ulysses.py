@@ -26,7 +26,9 @@ class Split(RowPart):
     def by_heads(self, tensor_bhrd: Tensor) -> Tensor:
         tensor_hrd = tensor_bhrd[0]
         heads = len(tensor_hrd)
-        copies = math.lcm(heads, self.size) // heads  # of key and value heads that several ranks need
+        copies = (
+            math.lcm(heads, self.size) // heads
+        )  # of key and value heads that several ranks need
         return self._exchanged(tensor_hrd.repeat_interleave(copies, dim=0)).transpose(0, 1)
 
     def by_positions(self, tensor_rhd: Tensor) -> Tensor:

@@ -23,7 +23,10 @@ FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root, with a server's number; other folders there are left alone."""
 SILENCE_S = 60.0
 _NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
-_UPLOAD = re.compile(rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)", re.ASCII)
+_UPLOAD = re.compile(
+    rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)",
+    re.ASCII,
+)
 _OURS = re.compile(rf"\.?{_NAME}(\.partial)?", re.ASCII)
 
 
@@ -49,13 +52,19 @@ class Uploads:
         self._folder = root / FOLDER  # until it is taken
         self._free = (root / f"{FOLDER}-{number}" for number in itertools.count(1))
         self._lock: IO[str] | None = None
-        self._receiving = asyncio.Lock()  # one file at a time: each of several could fill the room left by the others
+        self._receiving = (
+            asyncio.Lock()
+        )  # one file at a time: each of several could fill the room left by the others
 
-    async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
+    async def receive(
+        self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int
+    ) -> DiskSource:
         """Write a file of a version, all files together up to `max_bytes`."""
         if not _UPLOAD.fullmatch(f"{name}/{file}"):
             hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
-            raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
+            raise invalid(
+                f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name"
+            )
         async with self._receiving:
             try:
                 self._take_folder()
@@ -67,7 +76,9 @@ class Uploads:
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
                 if file == manifest.COMPLETE_FILE:
-                    await asyncio.to_thread(complete_folder, folder)  # in place of the same version, sent before
+                    await asyncio.to_thread(
+                        complete_folder, folder
+                    )  # in place of the same version, sent before
             except OSError as error:
                 shutil.rmtree(partial_of(self._folder / name), ignore_errors=True)
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -96,7 +107,9 @@ class Uploads:
                         max_bytes -= len(chunk)
                         if max_bytes < 0:
                             message = "this is more than a version can have"
-                            raise ApiError(413, "upload_too_large", message, "is it of the same model?")
+                            raise ApiError(
+                                413, "upload_too_large", message, "is it of the same model?"
+                            )
                         silence.reschedule(None)
                         await asyncio.to_thread(file.write, chunk)
                         silence.reschedule(clock() + SILENCE_S)
@@ -106,7 +119,11 @@ class Uploads:
 
     def _make_room(self, name: str) -> None:
         """Keep what comes now and, of the others, the newest and the newest complete one: the server may hold it."""
-        others = [path for path in self._folder.glob("*") if _OURS.fullmatch(path.name) and name not in path.name]
+        others = [
+            path
+            for path in self._folder.glob("*")
+            if _OURS.fullmatch(path.name) and name not in path.name
+        ]
         others.sort(key=lambda path: path.stat().st_mtime)
         complete = [path for path in others if not path.name.startswith(".")]
         for old in {*others} - {*others[-1:], *complete[-1:]}:

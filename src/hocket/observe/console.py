@@ -82,7 +82,9 @@ class Console(AbstractContextManager["Console"]):
         self.say("  ".join([f"step {step}/{self._steps}", *told]) + self._time_left(step))
         unhealthy = self._alarms.step(metrics)
         for name, text in unhealthy.items():
-            if step > self._rang.get(name, -QUIET_STEPS) + QUIET_STEPS:  # not at each step of one that comes and goes
+            if (
+                step > self._rang.get(name, -QUIET_STEPS) + QUIET_STEPS
+            ):  # not at each step of one that comes and goes
                 self._rich.print(f"[yellow]  ! {escape(text)}[/yellow]")
             self._rang[name] = step
         self.alarmed = set(unhealthy)
@@ -90,20 +92,26 @@ class Console(AbstractContextManager["Console"]):
     def finish(self, run_dir: Path) -> None:
         """Print a run's result: evaluation, samples, paths, and how many steps lacked an update."""
         end = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        self.say(f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}")
+        self.say(
+            f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}"
+        )
         if evaluations := [*numbered(run_dir / "rollouts", "eval_*.jsonl").values()]:
             for line in _held_out(end["before"], end["after"]):
                 self._rich.print(f"[bold]{line}[/bold]")
             greedy = [row for row in read_lines(evaluations[-1]) if row["id"].endswith("/0")]
             for row in greedy[:NUM_SAMPLES]:
                 reward = row["error"] or f"{row['reward']:g}"
-                self.say(f"  {row['prompt']!r} → {said(row)!r}  answer {row['answer']!r}  reward {reward}")
+                self.say(
+                    f"  {row['prompt']!r} → {said(row)!r}  answer {row['answer']!r}  reward {reward}"
+                )
         *_, newest = numbered(run_dir / "weights", "v*").values()
         if (run_dir / "report.html").exists():
             self.say(f"report {run_dir / 'report.html'}")
         self.say(f"{kind_of(newest):6} {newest}")
         if best := end.get("best"):
-            self.say(f"best   {run_dir / best['folder']}: {best['metric']} {best['value']:.3f} in step {best['step']}")
+            self.say(
+                f"best   {run_dir / best['folder']}: {best['metric']} {best['value']:.3f} in step {best['step']}"
+            )
         if end["updated"] < end["steps"]:
             why = "" if end["updated"] else NO_UPDATE.format(run_dir)
             self.say(f"{end['updated']} of {end['steps']} steps updated the weights{why}")
@@ -111,7 +119,11 @@ class Console(AbstractContextManager["Console"]):
     def _time_left(self, steps_done: int) -> str:
         if not self._first <= steps_done < self._steps:
             return ""
-        left = (time.monotonic() - self._start) / (steps_done - self._first + 1) * (self._steps - steps_done)
+        left = (
+            (time.monotonic() - self._start)
+            / (steps_done - self._first + 1)
+            * (self._steps - steps_done)
+        )
         return f"  {int(left // 60)}:{int(left % 60):02d} left"
 
 
@@ -125,7 +137,9 @@ def _held_out(before: Mapping[str, float], after: Mapping[str, float]) -> Iterat
     kind = "accuracy" if shares == {1} else "reward"
     for way in ("greedy", "sampled"):
         if way in after:
-            start, end, error = map(_rounded, (before.get(way), after[way], after.get(f"{way}_stderr")))
+            start, end, error = map(
+                _rounded, (before.get(way), after[way], after.get(f"{way}_stderr"))
+            )
             yield f"held-out {kind}, {way:7} {start} → {end} ± {error}"
 
 

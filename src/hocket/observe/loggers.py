@@ -16,7 +16,18 @@ from hocket.observe.rows import read_text, rows_of
 LOOK_S = 0.5  # between looks for new steps
 CLOSE_S = 30.0  # at most, until all loggers have all steps
 MAX_CHARACTERS = 2000  # of a text in a table
-COLUMNS = ("id", "prompt", "completion", "answer", "reward", "parts", "finish_reason", "num_tokens", "error", "note")
+COLUMNS = (
+    "id",
+    "prompt",
+    "completion",
+    "answer",
+    "reward",
+    "parts",
+    "finish_reason",
+    "num_tokens",
+    "error",
+    "note",
+)
 """Of a table of rollouts."""
 TABLES = {"step": "rollouts", "eval": "eval/rollouts"}
 Table = list[list[Any]]
@@ -61,7 +72,9 @@ def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
     for spec in specs:
         target: Any = LOGGERS.get(spec.name)
         called = f"logger {spec.name}"
-        options = options_of(called, target, spec.model_extra, section="observe.loggers", keys=GIVEN)
+        options = options_of(
+            called, target, spec.model_extra, section="observe.loggers", keys=GIVEN
+        )
         need(f"observe.loggers: {spec.name}", target.package)
         makers.append(partial(target, **options))
     return makers
@@ -70,7 +83,9 @@ def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
 def started(specs: Sequence[LoggerSpec], steps: Steps, say: Say, **run: Any) -> list["InThread"]:
     """Return loggers of a run: its GIVEN, and the list to which it adds its steps. Raise ConfigError as `bound`."""
     pairs = zip(specs, bound(specs), strict=True)
-    return [InThread(spec, partial(make, **run), steps, run["run_dir"], say) for spec, make in pairs]
+    return [
+        InThread(spec, partial(make, **run), steps, run["run_dir"], say) for spec, make in pairs
+    ]
 
 
 def close(loggers: Sequence["InThread"], *, failed: bool) -> None:
@@ -82,7 +97,10 @@ def close(loggers: Sequence["InThread"], *, failed: bool) -> None:
     for one in loggers:
         one.join(max(0.0, deadline - time.monotonic()))
         if one.is_alive():
-            one.tell("is not done", f"{len(one.steps) - one.done} steps still wait for it after {CLOSE_S:g} s")
+            one.tell(
+                "is not done",
+                f"{len(one.steps) - one.done} steps still wait for it after {CLOSE_S:g} s",
+            )
 
 
 class InThread(threading.Thread):
@@ -91,7 +109,9 @@ class InThread(threading.Thread):
     Nothing waits for it, but `close`. What the logger fails at is said once.
     """
 
-    def __init__(self, spec: LoggerSpec, make: Callable[[], Logger], steps: Steps, run_dir: Path, say: Say) -> None:
+    def __init__(
+        self, spec: LoggerSpec, make: Callable[[], Logger], steps: Steps, run_dir: Path, say: Say
+    ) -> None:
         super().__init__(name=spec.name, daemon=True)
         self._spec = spec
         self._make = make
@@ -134,7 +154,10 @@ class InThread(threading.Thread):
         if kind == "step" and step % self._spec.rollouts_every and step != 1:
             return
         path = self._run_dir / "rollouts" / f"{kind}_{step:06d}.jsonl"
-        rows = [[_cell(row[name]) for name in COLUMNS] for row in islice(rows_of(path), self._spec.rollouts)]
+        rows = [
+            [_cell(row[name]) for name in COLUMNS]
+            for row in islice(rows_of(path), self._spec.rollouts)
+        ]
         if rows:
             one.table(step, TABLES[kind], rows)
 

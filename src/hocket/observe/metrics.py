@@ -177,14 +177,26 @@ def known_metrics() -> list[Metric]:
     return [*METRICS, *chain.from_iterable(METRIC_TABLES.each())]
 
 
-SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"})
+SUMS = frozenset(
+    {"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"}
+)
 """Metrics of an update that a step has the sum of, not the mean."""
-OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
+OF_ENGINE = frozenset(
+    {"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"}
+)
 """Metrics that compare the engine with the policy before the step."""
 OF_FIRST_UPDATE = "sampling/"
 """Prefix of metrics that compare samples with the weights that sampled them: later updates have others."""
-ON_POLICY = {"train/logprob_gap", "train/mismatch_kl"}  # at most sync/max_gap, where no rollout is stale
-SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "train/ess", "staleness/over_bound"}  # then weights are checked
+ON_POLICY = {
+    "train/logprob_gap",
+    "train/mismatch_kl",
+}  # at most sync/max_gap, where no rollout is stale
+SUSPICIOUS = {
+    *ON_POLICY,
+    "train/importance_mean",
+    "train/ess",
+    "staleness/over_bound",
+}  # then weights are checked
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -219,13 +231,17 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
                 values["rollout/length_stopped"].append(rollout.num_sampled)
             values["rollout/truncated"].append(rollout.finish_reason == "length")
             values["rollout/duplicates"].append(texts[rollout.text] > 1)
-            values["rollout/turns_mean"].append(sum(sequence.turns for sequence in rollout.sequences))
+            values["rollout/turns_mean"].append(
+                sum(sequence.turns for sequence in rollout.sequences)
+            )
             values["rollout/sequences_mean"].append(len(rollout.sequences))
             for name, value in rollout.metrics.items():
                 told[name].append(value)
             for message in chain.from_iterable(one.dialogue for one in rollout.sequences):
                 if message.get("role") == "tool":
-                    values["rollout/tool_errors"].append(str(message.get("content")).startswith("error: "))
+                    values["rollout/tool_errors"].append(
+                        str(message.get("content")).startswith("error: ")
+                    )
         scored = group.scored
         worse = sum(texts[rollout.text] > 1 and score.total < best for rollout, score in scored)
         values["rollout/alike"] += [1.0] * worse + [0.0] * (len(group.rollouts) - worse)
@@ -245,7 +261,9 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics["rollout/reward_errors"] = 1 - len(rewards) / len(values["rollout/length_mean"])
     if rewards:
         metrics["reward/std"] = statistics.pstdev(values["reward/mean"])
-    if all(max(map(abs, some), default=0.0) > 1e-6 for some in (lengths, rewards)):  # neither is constant
+    if all(
+        max(map(abs, some), default=0.0) > 1e-6 for some in (lengths, rewards)
+    ):  # neither is constant
         metrics["rollout/length_reward"] = statistics.correlation(lengths, rewards)
     return metrics
 
@@ -257,7 +275,9 @@ def _centred(values: Sequence[float]) -> list[float]:
 
 def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> dict[str, float]:
     """Return the staleness/* metrics of a step; `version`: the newest published one, `bound`: max_staleness."""
-    played = [[s for s in rollout.sequences if s.turns] for group in groups for rollout in group.rollouts]
+    played = [
+        [s for s in rollout.sequences if s.turns] for group in groups for rollout in group.rollouts
+    ]
     ages = [version - min(s.version_min for s in sequences) for sequences in played if sequences]
     if not ages:
         return {}
@@ -265,11 +285,16 @@ def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> d
         "staleness/mean": statistics.fmean(ages),
         "staleness/max": float(max(ages)),
         "staleness/over_bound": sum(age > bound for age in ages) / len(ages),
-        **{f"staleness/share_{age}": count / len(ages) for age, count in sorted(Counter(ages).items())},
+        **{
+            f"staleness/share_{age}": count / len(ages)
+            for age, count in sorted(Counter(ages).items())
+        },
     }
 
 
-def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batch: bool) -> dict[str, float]:
+def over_updates(
+    updates: Sequence[Mapping[str, float]], seconds: float, by_batch: bool
+) -> dict[str, float]:
     """Return a step's metrics from those of its updates, which took `seconds`.
 
     `by_batch`: every update compares the engine with the policy before the step, not only the first.
@@ -288,7 +313,9 @@ def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batc
         else:
             metrics[name] = _finite_mean(values)
     if "train/importance_square" in metrics:
-        metrics["train/ess"] = metrics["train/importance_mean"] ** 2 / metrics.pop("train/importance_square")
+        metrics["train/ess"] = metrics["train/importance_mean"] ** 2 / metrics.pop(
+            "train/importance_square"
+        )
     metrics["train/tokens_per_s"] = metrics["train/tokens"] / seconds
     metrics["train/positions_per_s"] = metrics.pop("train/positions") / seconds
     metrics["train/mfu"] = metrics.pop("train/seconds_at_peak") / seconds
@@ -307,7 +334,8 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     seconds = metrics["time/step"]
     wait = metrics["time/reward"]
     rates = {
-        "step/tokens_per_s": metrics.get("rollout/tokens", 0.0) / (seconds - metrics.get("time/eval", 0.0)),
+        "step/tokens_per_s": metrics.get("rollout/tokens", 0.0)
+        / (seconds - metrics.get("time/eval", 0.0)),
         "pipeline/wait_for_batch": (metrics["time/generate"] + wait) / seconds,
         "pipeline/wait_for_rewards": wait / seconds,
     }
@@ -322,7 +350,9 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
     age = metrics.get("staleness/max")
     for metric in known_metrics():
         name, _, low, high, *_ = metric
-        if name not in metrics or (age and name in ON_POLICY):  # of stale rollouts: how far the policy moved
+        if name not in metrics or (
+            age and name in ON_POLICY
+        ):  # of stale rollouts: how far the policy moved
             continue
         value = metrics[name]
         if high is not None and name in ON_POLICY and age == 0:
@@ -370,7 +400,9 @@ def _sentence(metric: Metric, value: float, bound: str) -> str:
 def reference() -> str:
     rows = []
     for name, meaning, low, high, advice, change in known_metrics():
-        bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None]
+        bounds = [
+            f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None
+        ]
         healthy = " ".join([*bounds, *([change] if change else [])])
         rows.append((f"`{name}`", meaning.replace("|", "\\|"), healthy, advice))
     return markdown_table(("metric", "what it is", "healthy", "otherwise"), rows)

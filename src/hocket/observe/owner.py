@@ -59,7 +59,9 @@ def _acquire(lock: FileLock, run_dir: Path, say: Callable[[str], None], patience
             advice = "mount its file system with locks, or choose another run.dir"
             raise ConfigError(f"{run_dir} can't be locked ({error.strerror}): {advice}") from error
         if time.monotonic() - start >= patience_s:
-            raise ConfigError(f"{who}, which is running: choose another run.dir, or end that process first")
+            raise ConfigError(
+                f"{who}, which is running: choose another run.dir, or end that process first"
+            )
         if not is_waiting:
             say(f"{who}; waiting up to {patience_s:g} s for its end (Ctrl-C to give up)")
             is_waiting = True
@@ -69,5 +71,10 @@ def _owner_of(run_dir: Path) -> str:
     try:
         owner = json.loads(read_text(run_dir / "owner.json"))
         return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, TypeError, LookupError):  # it is not written yet, or was removed just now
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+    ):  # it is not written yet, or was removed just now
         return "another process"

@@ -23,16 +23,34 @@ LEDGER = "ledger.jsonl"
 TIMELINE = "timeline.jsonl"
 GROWING = (METRICS, LEDGER, TIMELINE)  # of a run, line by line
 TRAINED = "trained"  # folder of what training made of the rollouts
-DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
+DAMAGED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    yaml.YAMLError,
+)
 """What is raised on reading what is not as it was written."""
-COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")  # fields of a sequence that its row has
-_NUMBERS = re.compile(rb',\s*"(?:mask|token_ids|logprobs|advantages|trainer|entropy)":\s*\[[^\]]*\]')
+COPIED = (
+    "finish_reason",
+    "turns",
+    "version_min",
+    "version_max",
+    "opening",
+)  # fields of a sequence that its row has
+_NUMBERS = re.compile(
+    rb',\s*"(?:mask|token_ids|logprobs|advantages|trainer|entropy)":\s*\[[^\]]*\]'
+)
 """Never in a text: its quotes are escaped."""
 
 
 def write_rollouts(folder: Path, name: str, groups: Iterable[Group]) -> Path:
     """Write rollouts/NAME.jsonl, and the pictures that it names; return its path."""
-    for sequence in (one for group in groups for rollout in group.rollouts for one in rollout.sequences):
+    for sequence in (
+        one for group in groups for rollout in group.rollouts for one in rollout.sequences
+    ):
         if sequence.images:
             from hocket.observe.vision import keep
 
@@ -104,7 +122,9 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def said(row: Mapping[str, Any]) -> str:
     """Return the turns of a row's episode, or its only one."""
-    turns = (f"{one.get('role')}: {text_of(one.get('content') or '')}" for one in row.get("dialogue", ()))
+    turns = (
+        f"{one.get('role')}: {text_of(one.get('content') or '')}" for one in row.get("dialogue", ())
+    )
     return "\n".join(turns) or str(row["completion"])
 
 
@@ -134,7 +154,9 @@ def rows_of(path: Path, mark: bytes = b"", *, tokens: bool = False) -> Iterator[
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             if mark in line:
-                yield from parsed((line if tokens else _NUMBERS.sub(b"", line)).decode(errors="replace"))
+                yield from parsed(
+                    (line if tokens else _NUMBERS.sub(b"", line)).decode(errors="replace")
+                )
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
@@ -190,7 +212,10 @@ def rollout_of(row: Mapping[str, Any], id: str = "", folder: Path | None = None)
         id=row.get("prompt_id", ""),
         token_ids=sequences[-1].token_ids[:num_read],
         messages=messages and tuple(messages),
-        text=said or text_of(next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), "")),
+        text=said
+        or text_of(
+            next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), "")
+        ),
         answer=None if answer is None else str(answer),
         meta=row.get("meta", {}),
         source=row.get("source", ""),

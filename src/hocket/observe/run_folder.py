@@ -63,7 +63,9 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         for name in GROWING:
             (self.path / name).touch()
         self.history = list[dict[str, Any]]()  # one record per finished step
-        self.changed_plugins = keep_plugins(self.path, load_plugins(config.plugins))  # since the run before
+        self.changed_plugins = keep_plugins(
+            self.path, load_plugins(config.plugins)
+        )  # since the run before
 
     def __exit__(self, failed: object, *exc_info: object) -> None:
         """Write the report of a run that fails, too."""
@@ -93,7 +95,9 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.json"
 
-    def summary(self, *, final_version: int, more: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    def summary(
+        self, *, final_version: int, more: Iterable[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
         """Write summary.json, which has `more` too, and the reports; return the summary."""
         first, *others = [_evaluation(record) for record in self.history]
         values = {
@@ -118,7 +122,9 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             try:
                 write(self.path)
             except Exception as error:  # noqa: BLE001 - of the user's code, too
-                self._say(f"WARNING: a report of {self.path} was not written: {type(error).__name__}: {error}")
+                self._say(
+                    f"WARNING: a report of {self.path} was not written: {type(error).__name__}: {error}"
+                )
 
     def state(self) -> dict[str, Any]:
         """Flush the growing files to disk; return the last step and their bytes."""
@@ -134,13 +140,19 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             path = self.path / name
             if path.stat().st_size < size:
                 advice = "bring the file back, or start a new run.dir"
-                raise ConfigError(f"{path} has lost records from before step {state['step']}; {advice}")
+                raise ConfigError(
+                    f"{path} has lost records from before step {state['step']}; {advice}"
+                )
             os.truncate(path, size)
         with reading(self.path / METRICS):
-            self.history[:] = sorted(read_lines(self.path / METRICS), key=lambda row: int(row["step"]))
+            self.history[:] = sorted(
+                read_lines(self.path / METRICS), key=lambda row: int(row["step"])
+            )
         (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
         for file in (*self.path.glob("rollouts/*"), *self.path.glob(f"{TRAINED}/*")):
-            made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's
+            made = re.fullmatch(
+                r"(?:step|eval)_(\d+)\.jsonl", file.name
+            )  # another file is the user's
             if made and int(made[1]) > state["step"]:
                 file.unlink()
 
@@ -158,11 +170,15 @@ def keep_plugins(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
         (run_dir / COPIES).mkdir(exist_ok=True)
         write_atomically(run_dir / copy, plugin.text)
         registers = list(plugin.registers)
-        rows.append({"path": plugin.path, "sha256": plugin.sha256, "registers": registers, "copy": copy})
+        rows.append(
+            {"path": plugin.path, "sha256": plugin.sha256, "registers": registers, "copy": copy}
+        )
         old = before.get(plugin.path, rows[-1])
         if old["sha256"] != plugin.sha256:
             hashes = f"was {old['sha256'][:8]} and is {plugin.sha256[:8]}"
-            changes.append(f"plugin {plugin.path} {hashes}; the one before: {run_dir / old['copy']}")
+            changes.append(
+                f"plugin {plugin.path} {hashes}; the one before: {run_dir / old['copy']}"
+            )
     if rows != list(before.values()):
         write_atomically(run_dir / PLUGINS, json.dumps(rows, indent=1) + "\n")
     return changes
@@ -175,7 +191,10 @@ def kept_plugins(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def plugin_texts(run_dir: Path) -> list[dict[str, Any]]:
-    return [{**row, "text": (run_dir / row["copy"]).read_text(encoding="utf-8")} for row in kept_plugins(run_dir)]
+    return [
+        {**row, "text": (run_dir / row["copy"]).read_text(encoding="utf-8")}
+        for row in kept_plugins(run_dir)
+    ]
 
 
 def trainer_id(run_dir: Path) -> str:
@@ -196,8 +215,14 @@ def trainer_id(run_dir: Path) -> str:
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the eval/* metrics of a step: {"greedy": 0.5, ...}."""
-    return {name.removeprefix("eval/"): value for name, value in record.items() if name.startswith("eval/")}
+    return {
+        name.removeprefix("eval/"): value
+        for name, value in record.items()
+        if name.startswith("eval/")
+    }
 
 
 def _updated(step: Mapping[str, float]) -> bool:
-    return "time/train" in step and step.get("train/updates") != 0 and step.get("train/skipped") != 1
+    return (
+        "time/train" in step and step.get("train/updates") != 0 and step.get("train/skipped") != 1
+    )

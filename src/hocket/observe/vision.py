@@ -34,7 +34,9 @@ def image_of(row: Any, folder: Path | None) -> Image:
         data = from_text(row)
         return Image(file=data, name=file_name(data), start=0, length=0, placeholder=0)
     if folder is None:
-        raise ValueError(f"an image is named {row!r:.80}, but no run's folder has it: send a data URL")
+        raise ValueError(
+            f"an image is named {row!r:.80}, but no run's folder has it: send a data URL"
+        )
     path = _path(folder, row["file"])
     if not path.is_file():
         raise ValueError(f"a picture of its rollouts is missing: {path}; bring it back from a copy")

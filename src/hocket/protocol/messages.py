@@ -14,9 +14,13 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from hocket.types import FinishReason, Image, InFlight
 
 _A = TypeVar("_A", bound=pydantic.BaseModel)
-FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
+FAIL_FAST = Field(
+    fail_fast=True
+)  # or a wrong list costs a thousand times its size: pydantic explains each item
 TokenId = Annotated[int, Field(ge=0)]
-Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # of weights, as torch names it
+Dtype = Annotated[
+    str, Field(pattern="^(float32|bfloat16|float16)$")
+]  # of weights, as torch names it
 VersionSpan = tuple[int, int, int]  # (weight version, start, end) of the tokens that it sampled
 
 
@@ -38,7 +42,9 @@ class ImagePart(TypedDict):
     image_url: ImageUrl
 
 
-ContentParts = Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], FAIL_FAST]
+ContentParts = Annotated[
+    list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], FAIL_FAST
+]
 
 
 @pydantic.with_config(extra="forbid", strict=True)
@@ -55,10 +61,17 @@ class ImagePrompt(TypedDict):
     """Token ids with images, of each of which they have but its placeholder: the engine puts in the rest."""
 
     token_ids: Annotated[list[TokenId], FAIL_FAST]
-    images: Annotated[list[str], FAIL_FAST]  # of each placeholder: a file in base64, or as a data URL
+    images: Annotated[
+        list[str], FAIL_FAST
+    ]  # of each placeholder: a file in base64, or as a data URL
 
 
-PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[ChatMessage], FAIL_FAST] | ImagePrompt
+PromptInput = (
+    str
+    | Annotated[list[TokenId], FAIL_FAST]
+    | Annotated[list[ChatMessage], FAIL_FAST]
+    | ImagePrompt
+)
 """Text, token ids, a chat, or token ids with images."""
 MAX_PROMPTS = 1024
 MAX_SAMPLES = 128
@@ -72,7 +85,9 @@ Status = Literal["ready", "updating", "asleep", "failed"]
 class Strict(pydantic.BaseModel):
     """A message: no unknown fields, no conversions, no NaN."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+    )
 
 
 class ErrorBody(Strict):
@@ -130,7 +145,9 @@ class SamplingParams(Strict):
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
     # Strict would take no list from FastAPI.
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=16, strict=False, fail_fast=True)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), max_length=16, strict=False, fail_fast=True
+    )
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=16, strict=False, fail_fast=True)
     seed: Seed | None = None
 
@@ -155,10 +172,16 @@ class Column:
         self._listed = listed
         self._code = code  # of the array: "I" or "f", 4 bytes each
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: pydantic.GetCoreSchemaHandler
+    ) -> CoreSchema:
         packed = core_schema.no_info_plain_validator_function(self._read)
-        write = core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True, when_used="json")
-        return core_schema.union_schema([handler(self._listed), packed], mode="left_to_right", serialization=write)
+        write = core_schema.plain_serializer_function_ser_schema(
+            self._write, info_arg=True, when_used="json"
+        )
+        return core_schema.union_schema(
+            [handler(self._listed), packed], mode="left_to_right", serialization=write
+        )
 
     def _read(self, value: Any) -> Any:
         if isinstance(value, array):
@@ -189,9 +212,13 @@ class Completion(Strict):
     """One sampled completion of at least one token."""
 
     token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "I")]
-    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "f")]  # under the distribution sampled from
+    logprobs: Annotated[
+        Sequence[float], Column(tuple[float, ...], "f")
+    ]  # under the distribution sampled from
     text: str  # of the turn, with its tokens in the prompt (`begun`); without the stop token, or stop string
-    after_text: str = Field(default="", exclude_if=lambda text: not text)  # the stop string, and the rest of its token
+    after_text: str = Field(
+        default="", exclude_if=lambda text: not text
+    )  # the stop string, and the rest of its token
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = Field(min_length=1)
     tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
@@ -202,7 +229,9 @@ class Completion(Strict):
     def _one_logprob_per_token(self) -> Self:
         count = len(self.token_ids)
         if count != len(self.logprobs) or not count:
-            raise ValueError(f"{count} token_ids with {len(self.logprobs)} logprobs: as many are needed, at least one")
+            raise ValueError(
+                f"{count} token_ids with {len(self.logprobs)} logprobs: as many are needed, at least one"
+            )
         return self
 
 
@@ -232,7 +261,9 @@ class GenerateRequest(Request[GenerateResponse]):
     session: str | None = None  # of the server: refused after a restart
     tools: Toolbox | None = None
     # Of each prompt, how many of its last tokens the model wrote in the same turn: text and calls are the whole turn's.
-    begun: Annotated[list[Annotated[int, Field(ge=0)]], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
+    begun: Annotated[list[Annotated[int, Field(ge=0)]], FAIL_FAST] | None = Field(
+        None, max_length=MAX_PROMPTS
+    )
 
 
 class StreamLine(Strict):
@@ -299,7 +330,9 @@ class AdapterConfig(Strict):
     base_model_name_or_path: str
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
-    target_modules: list[str] = Field(min_length=1, max_length=1024, fail_fast=True)  # last parts of layers' names
+    target_modules: list[str] = Field(
+        min_length=1, max_length=1024, fail_fast=True
+    )  # last parts of layers' names
 
 
 class TensorLayout(Strict):
@@ -314,7 +347,9 @@ class GroupAddress(Strict):
     name: str = Field(min_length=1, max_length=128)  # new for every attempt
     host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
-    device: str | None  # the trainer's GPU, as NCCL connects no two processes on one; None: gloo connects CPUs
+    device: (
+        str | None
+    )  # the trainer's GPU, as NCCL connects no two processes on one; None: gloo connects CPUs
     timeout_s: float = Field(gt=0)
 
 
@@ -336,7 +371,11 @@ class OtherSource(Strict, extra="allow"):
 
 
 def _tag(source: Any) -> str:
-    kind = source.get("kind", "disk") if isinstance(source, Mapping) else getattr(source, "kind", "other")
+    kind = (
+        source.get("kind", "disk")
+        if isinstance(source, Mapping)
+        else getattr(source, "kind", "other")
+    )
     return kind if kind in ("disk", "nccl") else "other"
 
 

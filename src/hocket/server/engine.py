@@ -77,11 +77,15 @@ class Engine:
         self.share_gpu = share_gpu
         self.session = secrets.token_hex(8)
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
-        self.sources: dict[str, Find] = {"disk": self._find_on_disk}  # by kind; parts of the server add theirs
+        self.sources: dict[str, Find] = {
+            "disk": self._find_on_disk
+        }  # by kind; parts of the server add theirs
         self._sleep_state: SleepState | None = None  # None: it shares no GPU
         self.holder = Holder()
         self.lock = asyncio.Lock()  # of what changes the engine
-        first = protocol.ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self.session)
+        first = protocol.ReloadResponse(
+            version=0, seconds=0, num_tensors=0, checksum="", session=self.session
+        )
         self._condition = Condition(Held(None, first))
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._architecture = "unknown"
@@ -93,7 +97,9 @@ class Engine:
         await self.sampler.complete(
             Job(prompt=0, index=0, token_ids=[0], sampling=protocol.SamplingParams(max_tokens=2))
         )
-        with contextlib.suppress(OSError, ValueError):  # of a model that transformers, and so a trainer, can't load
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # of a model that transformers, and so a trainer, can't load
             self._architecture = (await asyncio.to_thread(model_shapes, self.model)).architecture
 
     @property
@@ -215,7 +221,9 @@ class Engine:
         """Raise ApiError where another trainer has the server, or the caller's session is over."""
         self.holder.hear(request.trainer)
         if request.session not in (None, self.session):
-            raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
+            raise ApiError(
+                409, "other_session", "this server was started again", "bring it up to date first"
+            )
 
     async def reload(self, request: protocol.ReloadRequest) -> protocol.ReloadResponse:
         """Load a weight version, or compare the model with it.
@@ -245,13 +253,20 @@ class Engine:
     def _source(self, kind: str) -> Find:
         if kind not in self.sources:
             message = f"source.kind: no part of this server reads {kind!r}; it reads {', '.join(sorted(self.sources))}"
-            raise invalid(message, "start it with the part's file under server.plugins, or set another sync.backend")
+            raise invalid(
+                message,
+                "start it with the part's file under server.plugins, or set another sync.backend",
+            )
         return self.sources[kind]
 
     def _held_as(self, version: int, incoming: Found) -> Held | None:
         """Return this version if the model holds it already; a resumed run gives its name to other weights."""
         held = self.held
-        if held is None or held.answer.version != version or incoming.checksum not in ("", held.answer.checksum):
+        if (
+            held is None
+            or held.answer.version != version
+            or incoming.checksum not in ("", held.answer.checksum)
+        ):
             return None
         return held
 
@@ -282,7 +297,9 @@ class Engine:
         self._condition.hold(held)
         return held
 
-    async def _compare(self, version: int, incoming: Found, held: Held | None, start: float) -> protocol.ReloadResponse:
+    async def _compare(
+        self, version: int, incoming: Found, held: Held | None, start: float
+    ) -> protocol.ReloadResponse:
         if held is None:
             message = f"the engine does not hold this version {version}, so it can't be compared"
             raise ApiError(503, "other_version", message, "load it first")
@@ -290,11 +307,15 @@ class Engine:
 
         async def compare() -> None:
             try:
-                answers = await vllm_api.call_workers(self.llm, *incoming.call, held.answer.checksum, True)
+                answers = await vllm_api.call_workers(
+                    self.llm, *incoming.call, held.answer.checksum, True
+                )
             except RuntimeError as error:  # of workers, which have put back what they compared
                 await self._resume()
                 message = f"{doing} failed: {cause_of(error)}"
-                raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
+                raise ApiError(
+                    500, "compare_failed", message, "the engine goes on as before"
+                ) from error
             different = sorted(set().union(*(answer["different"] for answer in answers)))
             if different:
                 names = ", ".join(different[:3])
@@ -315,7 +336,9 @@ class Engine:
             incoming.discard()
             if isinstance(error, ApiError):  # which says what the engine does now
                 raise
-            raise await self.fail_all(500, "reload_failed", f"{doing} failed: {cause_of(error)}", RELOAD) from error
+            raise await self.fail_all(
+                500, "reload_failed", f"{doing} failed: {cause_of(error)}", RELOAD
+            ) from error
 
     async def _resume(self) -> None:
         self.require_alive()  # it may be shutting down
@@ -327,7 +350,9 @@ class Engine:
         expected = await self.expected(adapter)
         versions.check_manifest(described, version, expected)
         await self.reading(versions.check_headers, folder, described)
-        return Found(("hocket_load_disk", str(folder)), described.checksum, is_whole=adapter is None)
+        return Found(
+            ("hocket_load_disk", str(folder)), described.checksum, is_whole=adapter is None
+        )
 
     async def expected(self, adapter: protocol.AdapterConfig | None) -> ModelShapes:
         """Return the tensors of the model, or of this adapter of it."""
@@ -336,14 +361,20 @@ class Engine:
             return model
         shapes = versions.adapter_shapes(adapter, model, self.max_adapter_rank)
         if self._condition.is_base_replaced:
-            message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
-            raise ApiError(409, "base_replaced", message, "restart the server with the trainer's model.lora")
+            message = (
+                "the weights that an adapter belongs to are gone: a whole version has replaced them"
+            )
+            raise ApiError(
+                409, "base_replaced", message, "restart the server with the trainer's model.lora"
+            )
         return shapes
 
     async def pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
         """Stop generation. Raises ApiError where running requests take too long."""
         try:
-            await self.in_time(self.llm.pause_generation(mode=MODES[in_flight], clear_cache=clear_cache))
+            await self.in_time(
+                self.llm.pause_generation(mode=MODES[in_flight], clear_cache=clear_cache)
+            )
         except TimeoutError as late:
             message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self.timeout_s:g}"
             try:
@@ -360,7 +391,9 @@ class Engine:
             return await self.in_time(asyncio.to_thread(function, *arguments))
         except TimeoutError as error:
             message = f"the files were not read within sync.timeout_s={self.timeout_s:g}: does their disk hang?"
-            raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
+            raise ApiError(
+                503, "slow_disk", message, "the old weights keep serving; publish it again"
+            ) from error
 
     async def in_time(self, work: Awaitable[T]) -> T:
         """Return the work's result. Raises TimeoutError with the setting, or ApiError where the engine is lost.

@@ -26,11 +26,15 @@ class ApiError(HocketError):
     def __init__(self, status: int, code: str, message: str, hint: str) -> None:
         super().__init__(message)
         self.status = status
-        self.body = ErrorBody(code=code, message=encodable(message[:2000]), hint=encodable(hint[:2000]))
+        self.body = ErrorBody(
+            code=code, message=encodable(message[:2000]), hint=encodable(hint[:2000])
+        )
 
     def response(self) -> JSONResponse:
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
-        return JSONResponse(ErrorResponse(error=self.body).model_dump(), status_code=self.status, headers=headers)
+        return JSONResponse(
+            ErrorResponse(error=self.body).model_dump(), status_code=self.status, headers=headers
+        )
 
 
 def invalid(message: str, hint: str, *, code: str = "invalid_request") -> ApiError:
@@ -46,13 +50,17 @@ def check_count(completions: int) -> None:
 
 def check_finite(logprobs: Sequence[float]) -> None:
     if not math.isfinite(sum(logprobs)):
-        raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
+        raise ApiError(
+            500, "not_finite", "the weights give log-probs that are not finite", "publish good ones"
+        )
 
 
 def parse(message: type[M], body: bytes) -> M:
     """Read a message. Raises ApiError for what is not JSON (400) or not this message (422)."""
     if body.count(b"[") + body.count(b"{") > MAX_NESTED:
-        raise invalid(f"body: more than {MAX_NESTED} lists and objects", "send fewer, in several requests")
+        raise invalid(
+            f"body: more than {MAX_NESTED} lists and objects", "send fewer, in several requests"
+        )
     try:
         return message.model_validate_json(body)
     except pydantic.ValidationError as error:
@@ -67,11 +75,18 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_input=False)
     wrong = max(errors, key=lambda one: len(one["loc"]))
     if wrong["type"] == "json_invalid":
-        return ApiError(400, "malformed_json", wrong["msg"], "send one JSON object, encoded as UTF-8")
+        return ApiError(
+            400, "malformed_json", wrong["msg"], "send one JSON object, encoded as UTF-8"
+        )
     message = wrong["msg"]
     where = wrong["loc"]
-    if where[:1] == ("prompts",) and len(where) > 2:  # each of the four kinds complains; ("prompts", 0, kind, ...)
-        where = (*where[:2], *(part for part in where[3:] if part != "str" and "[" not in str(part)))
+    if (
+        where[:1] == ("prompts",) and len(where) > 2
+    ):  # each of the four kinds complains; ("prompts", 0, kind, ...)
+        where = (
+            *where[:2],
+            *(part for part in where[3:] if part != "str" and "[" not in str(part)),
+        )
         hint = "a message has a role, a content that is text or parts, and maybe name, tool_calls and tool_call_id"
         if len(where) < 4:  # it is no field of a message
             where = where[:2]
@@ -88,7 +103,9 @@ async def http_error(request: Request, error: Exception) -> Response:
     """Answer an HTTPException."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    response = ApiError(error.status_code, code, str(error.detail), "the routes are listed at /docs").response()
+    response = ApiError(
+        error.status_code, code, str(error.detail), "the routes are listed at /docs"
+    ).response()
     response.headers.update(error.headers or {})
     return response
 

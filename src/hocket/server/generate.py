@@ -55,7 +55,9 @@ class Sampler:
         self._tokenizer = tokenizer
         self._require_ready = require_ready
         self._template = template  # options of the chat template
-        self._window = 2 * int(llm.vllm_config.scheduler_config.max_num_seqs)  # of one request in the engine
+        self._window = 2 * int(
+            llm.vllm_config.scheduler_config.max_num_seqs
+        )  # of one request in the engine
         self._max_length = int(llm.model_config.max_model_len)
         # Two threads must not use one tokenizer at once: bodies are read in a thread of their own, with a copy.
         self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
@@ -67,16 +69,22 @@ class Sampler:
 
     def parse(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         request = parse(GenerateRequest, body)
-        if request.seeds is not None and (request.n != 1 or len(request.seeds) != len(request.prompts)):
+        if request.seeds is not None and (
+            request.n != 1 or len(request.seeds) != len(request.prompts)
+        ):
             message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
-            raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
+            raise invalid(
+                message, "send one list of seeds per prompt, one seed per completion, and no n"
+            )
         seeds: Sequence[Sequence[int | None]] = request.seeds or _seeds(request)
         if request.begun is not None and len(request.begun) != len(request.prompts):
             message = f"begun: {len(request.begun)} numbers for {len(request.prompts)} prompts"
             raise invalid(message, "send one number per prompt, or leave it out")
         check_count(sum(map(len, seeds)))
         self.check_sampling(request.sampling)
-        tools = None if request.tools is None else vllm_requests.find_calls(self._reader, request.tools)
+        tools = (
+            None if request.tools is None else vllm_requests.find_calls(self._reader, request.tools)
+        )
         jobs = []
         for number, (prompt, own_seeds) in enumerate(zip(request.prompts, seeds, strict=True)):
             token_ids, images = self._token_ids(prompt, f"prompts.{number}")
@@ -87,12 +95,19 @@ class Sampler:
             begun = request.begun[number] if request.begun is not None else 0
             if begun > len(token_ids):
                 message = f"begun.{number}: {begun} tokens of a prompt of {len(token_ids)}"
-                raise invalid(message, "it counts those at the prompt's end that the model wrote in the same turn")
+                raise invalid(
+                    message,
+                    "it counts those at the prompt's end that the model wrote in the same turn",
+                )
             sampling = request.sampling
             if request.fit:
                 room = max(1, self._max_length - len(token_ids))
-                sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)})
-            if len(token_ids) + sampling.max_tokens > self._max_length:  # vLLM would lower max_tokens
+                sampling = sampling.model_copy(
+                    update={"max_tokens": min(sampling.max_tokens, room)}
+                )
+            if (
+                len(token_ids) + sampling.max_tokens > self._max_length
+            ):  # vLLM would lower max_tokens
                 raise invalid(
                     f"prompts.{number}: {len(token_ids)} prompt tokens + max_tokens {sampling.max_tokens} do not fit "
                     f"into the context of {self._max_length} tokens",
@@ -103,12 +118,16 @@ class Sampler:
                 jobs.append(Job(number, index, token_ids, sampling, seed, pictured, tools, begun))
         return request, jobs
 
-    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
+    async def completions(
+        self, jobs: Sequence[Job]
+    ) -> AsyncGenerator[tuple[Job, Completion], None]:
         """Yield each job with its completion, as they finish; leaving early aborts the rest.
 
         The engine gets a part of them at a time: what it has queued, it is slow to forget, and others wait behind it.
         """
-        async with contextlib.aclosing(as_completed(self.complete, jobs, at_once=self._window)) as finished:
+        async with contextlib.aclosing(
+            as_completed(self.complete, jobs, at_once=self._window)
+        ) as finished:
             try:
                 async for done in finished:
                     yield done
@@ -119,7 +138,9 @@ class Sampler:
     async def complete(self, job: Job) -> tuple[Job, Completion]:
         """Sample one completion. Raises ApiError where it is refused or breaks off."""
         prompt = job.pictured or job.token_ids
-        output = await vllm_requests.complete(self._llm, prompt, job.sampling, job.seed, job.request_id, job.begun)
+        output = await vllm_requests.complete(
+            self._llm, prompt, job.sampling, job.seed, job.request_id, job.begun
+        )
         if output.finish_reason == "abort":
             self._require_ready()
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
@@ -135,7 +156,9 @@ class Sampler:
         if job.tools is not None:  # in the reading thread, whose tokenizer it uses
             # A tag that ends a call may be what the sampling stops at.
             chosen = by_string or output.stop_reason in job.sampling.stop_token_ids
-            turn = job.token_ids[len(job.token_ids) - job.begun :] + (token_ids if chosen else written)
+            turn = job.token_ids[len(job.token_ids) - job.begun :] + (
+                token_ids if chosen else written
+            )
             calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, turn)
         completion = Completion(
             token_ids=array("I", token_ids),
@@ -201,4 +224,7 @@ def _seeds(request: GenerateRequest) -> list[list[int | None]]:
     n = request.n
     if first is None:
         return [[None] * n] * len(request.prompts)
-    return [[(first + number * n + index) % 2**63 for index in range(n)] for number in range(len(request.prompts))]
+    return [
+        [(first + number * n + index) % 2**63 for index in range(n)]
+        for number in range(len(request.prompts))
+    ]

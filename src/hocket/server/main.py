@@ -74,8 +74,13 @@ def serve(config: Config) -> None:
             "model.random_init has no meaning for the server: its random weights would not be the trainer's. "
             f"Save a model first, by {door()} sft CONFIG, and serve it: model.path=RUN/model model.random_init=false"
         )
-    with contextlib.closing(bind(server.host, server.port, config.token)) as sock, _ending_children():
-        os.register_at_fork(after_in_child=sock.close)  # the engine's process must not hold the port
+    with (
+        contextlib.closing(bind(server.host, server.port, config.token)) as sock,
+        _ending_children(),
+    ):
+        os.register_at_fork(
+            after_in_child=sock.close
+        )  # the engine's process must not hold the port
         workers = (config.launch.servers or 1) * server.tensor_parallel_size
         threads = cpu_threads(config.model.path, processes=workers)
         prepare_environment(server.tensor_parallel_size, threads)
@@ -103,7 +108,9 @@ def serve(config: Config) -> None:
 def _load(config: Config) -> tuple[Namespace, Any]:
     """Return the engine's arguments and the engine, with the model."""
     try:
-        tokenizer = model_folder.examine(config.model, trains=False)  # what is wrong is said before the engine starts
+        tokenizer = model_folder.examine(
+            config.model, trains=False
+        )  # what is wrong is said before the engine starts
         if added := tokenizers.said_end(config.model.path, tokenizer):
             print(f"hocket: {added}", flush=True)
         args = vllm_arguments.engine_arguments(config)
@@ -133,10 +140,14 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if (folder := socket_folder()) is not None:
         defaults["VLLM_RPC_BASE_PATH"] = folder
-    if not os.environ.get("VLLM_PORT", "0").isdecimal():  # Kubernetes sets it where a service is called vllm
+    if not os.environ.get(
+        "VLLM_PORT", "0"
+    ).isdecimal():  # Kubernetes sets it where a service is called vllm
         del os.environ["VLLM_PORT"]
     for name, value in defaults.items():
-        os.environ.setdefault(name, value)  # the others stay in their place, where setproctitle looks for them
+        os.environ.setdefault(
+            name, value
+        )  # the others stay in their place, where setproctitle looks for them
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
@@ -199,7 +210,9 @@ def http_server(app: "ASGIApp", host: str) -> "uvicorn.Server":
     return uvicorn.Server(config)
 
 
-async def _serve(config: Config, args: Namespace, llm: Any, sock: socket.socket, start: float) -> None:
+async def _serve(
+    config: Config, args: Namespace, llm: Any, sock: socket.socket, start: float
+) -> None:
     """Serve until a signal comes. Raises ApiError where the engine is lost."""
     from hocket.server.app import assemble
     from hocket.server.engine import Engine

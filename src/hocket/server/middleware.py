@@ -66,7 +66,9 @@ class Guard:
                 for paths, check in self.checks:
                     if paths.fullmatch(scope["path"]):
                         body = await check(body) or body
-                receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
+                receive = replay(
+                    {"type": "http.request", "body": body, "more_body": False}, receive
+                )
             scope.setdefault("state", {})[ADMITTED] = True
             await self.app(scope, receive, send)
         except ClientDisconnect:

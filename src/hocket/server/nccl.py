@@ -32,7 +32,9 @@ class Broadcasts:
         versions.check_buckets(source.buckets, expected, partial=source.partial)
         if source.group.name != self._joined:
             await self._join(source.group)
-        return Found(("hocket_load_group", source.model_dump_json()), "", source.adapter is None, self._leave)
+        return Found(
+            ("hocket_load_group", source.model_dump_json()), "", source.adapter is None, self._leave
+        )
 
     def _leave(self) -> None:
         self._joined = ""
@@ -43,7 +45,9 @@ class Broadcasts:
         joining = "hocket_join_group", group.model_dump_json(), engine.num_workers + 1
         joined = [False]
         try:
-            async with asyncio.timeout(REACH_S):  # before the workers leave the group that they have
+            async with asyncio.timeout(
+                REACH_S
+            ):  # before the workers leave the group that they have
                 _, connection = await asyncio.open_connection(group.host, group.port)
                 connection.close()
             self._leave()

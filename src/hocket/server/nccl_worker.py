@@ -35,7 +35,9 @@ class GroupReceiver:
         return joined.done() and joined.result() is not None
 
     @answered
-    def hocket_load_group(self, message: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
+    def hocket_load_group(
+        self, message: str, checksum: str = "", compare: bool = False
+    ) -> dict[str, Any]:
         """Load what the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
         source = CollectiveSource.model_validate_json(message)
         name, joined = self.hocket_group or ("", Future())
@@ -46,7 +48,9 @@ class GroupReceiver:
             self.hocket_group = None
             group.close()
 
-        return self._hocket_take(_receive(group, source), source.adapter, checksum, compare, leave, source.partial)
+        return self._hocket_take(
+            _receive(group, source), source.adapter, checksum, compare, leave, source.partial
+        )
 
 
 def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
@@ -63,7 +67,9 @@ def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
 def _join(address: GroupAddress, rank: int, size: int, device: torch.device) -> WeightGroup:
     store = nccl.find_store(address.host, address.port, address.timeout_s)
     own = nccl.address_towards(address.host, address.port)
-    return WeightGroup(store, address.name, device, own, rank=rank, size=size, timeout_s=address.timeout_s)
+    return WeightGroup(
+        store, address.name, device, own, rank=rank, size=size, timeout_s=address.timeout_s
+    )
 
 
 def _leave(joined: "Future[WeightGroup]") -> None:
@@ -80,5 +86,7 @@ def _receive(group: WeightGroup, source: CollectiveSource) -> Iterator[BucketPar
         try:
             group.broadcast(flat)
         except RuntimeError as error:
-            raise RuntimeError(f"bucket {number}/{len(source.buckets)} did not come: {error}") from error
+            raise RuntimeError(
+                f"bucket {number}/{len(source.buckets)} did not come: {error}"
+            ) from error
         yield nccl.unpack(flat, bucket)

@@ -38,7 +38,9 @@ class Sleeper:
             engine.require_alive()
             if not engine.share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
-                raise ApiError(409, "no_sleep_mode", "this server was not started to share its GPU", hint)
+                raise ApiError(
+                    409, "no_sleep_mode", "this server was not started to share its GPU", hint
+                )
             if not engine.is_asleep:
                 await engine.pause(request.in_flight)
             if self._here > 0:

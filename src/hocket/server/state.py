@@ -14,7 +14,9 @@ ASLEEP = protocol.ErrorBody(
 )
 DEAD = protocol.ErrorBody(code="engine_dead", message="the engine's process ended", hint=RESTART)
 STOPPING = protocol.ErrorBody(
-    code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
+    code="shutting_down",
+    message="the server is shutting down",
+    hint="send the request again when it is back",
 )
 
 
@@ -22,7 +24,9 @@ class EngineState(enum.Enum):
     READY = "ready"  # it generates; while it changes its weights, /health calls it updating
     ASLEEP = "asleep"  # a trainer has its GPU
     BROKEN = "broken"  # paused, as its weights may be half loaded; a reload mends that
-    BROKEN_ASLEEP = "broken and asleep"  # both; a reload brings it back to ASLEEP, and then wakes it
+    BROKEN_ASLEEP = (
+        "broken and asleep"  # both; a reload brings it back to ASLEEP, and then wakes it
+    )
     LOST = "lost"  # its process ended, or it can't come back to its GPU: it must be started again
     STOPPING = "stopping"  # the server is shutting down
 

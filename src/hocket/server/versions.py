@@ -31,7 +31,9 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) ->
     """Return an adapter's tensors: A [r, in] and B [out, r] of every layer that it names."""
     if adapter.r > max_rank:
         hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
-        raise ApiError(409, "rank_too_high", f"the engine takes adapters up to rank {max_rank}", hint)
+        raise ApiError(
+            409, "rank_too_high", f"the engine takes adapters up to rank {max_rank}", hint
+        )
     targets = "|".join(map(re.escape, adapter.target_modules))
     matrix = re.compile(rf"((.*\.)?({targets}))\.weight")
     shapes = {}
@@ -49,7 +51,9 @@ def find(root: Path, name: str) -> Path:
     try:
         folder = (root / name).resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ApiError(404, "no_such_version", f"there is no {name!r} under {root}", hint) from error
+        raise ApiError(
+            404, "no_such_version", f"there is no {name!r} under {root}", hint
+        ) from error
     if not folder.is_relative_to(root):
         raise invalid(f"source.name: {name!r} leads out of the root", hint, code="bad_name")
     if not (folder / manifest.COMPLETE_FILE).is_file():
@@ -85,11 +89,16 @@ def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> 
     _check_tensors(described.tensors, expected)
 
 
-def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes, *, partial: bool = False) -> None:
+def check_buckets(
+    buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes, *, partial: bool = False
+) -> None:
     """Raise ApiError unless what is to come are the model's tensors, or some of them, each once."""
     items = list(itertools.chain(*buckets))
     # Tied tensors count as different: only one is to come.
-    tensors = {item.name: TensorSpec(dtype=item.dtype, shape=item.shape, checksum=item.name) for item in items}
+    tensors = {
+        item.name: TensorSpec(dtype=item.dtype, shape=item.shape, checksum=item.name)
+        for item in items
+    }
     if len(tensors) < len(items):
         raise refused("a tensor is named twice")
     if partial:
@@ -102,7 +111,9 @@ def _check_tensors(tensors: Mapping[str, TensorSpec], expected: ModelShapes) -> 
     """Raise ApiError unless these are the model's tensors, and tied ones the same."""
     for name, source in expected.tied.items():
         if {name, source} <= tensors.keys() and tensors[name].checksum != tensors[source].checksum:
-            raise refused(f"the model ties {name!r} to {source!r}: leave it out, or let both be the same")
+            raise refused(
+                f"the model ties {name!r} to {source!r}: leave it out, or let both be the same"
+            )
     left_out = expected.tied.keys() - tensors.keys()
     wanted = {name: shape for name, shape in expected.shapes.items() if name not in left_out}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -116,7 +127,9 @@ def check_headers(folder: Path, described: Manifest) -> None:
     """
     from safetensors import SafetensorError
 
-    announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in described.tensors.items()}
+    announced = {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in described.tensors.items()
+    }
     found = dict[str, tuple[str, tuple[int, ...]]]()
     try:
         for name, tensor in manifest.tensors(folder):  # whose data is not read
@@ -128,7 +141,9 @@ def check_headers(folder: Path, described: Manifest) -> None:
     _require_equal(found, "the files", announced, "the manifest")
 
 
-def _require_equal(found: Mapping[str, Any], of: str, wanted: Mapping[str, Any], owner: str) -> None:
+def _require_equal(
+    found: Mapping[str, Any], of: str, wanted: Mapping[str, Any], owner: str
+) -> None:
     """Raise ApiError for the first tensor of which they differ."""
     for name in [*found, *wanted]:
         here = found.get(name, "missing")

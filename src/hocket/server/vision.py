@@ -16,8 +16,17 @@ from hocket.server.openai import PATH
 from hocket.server.parts import Server, server_part
 from hocket.types import Image
 
-CARRIED: ContextVar[Sequence[bytes]] = ContextVar("images", default=())  # by the request being served
-TEXTS = ["text", "input_text", "output_text", "refusal", "thinking", "tool_reference"]  # vLLM's types of parts
+CARRIED: ContextVar[Sequence[bytes]] = ContextVar(
+    "images", default=()
+)  # by the request being served
+TEXTS = [
+    "text",
+    "input_text",
+    "output_text",
+    "refusal",
+    "thinking",
+    "tool_reference",
+]  # vLLM's types of parts
 OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")  # of vLLM: other pixels than a trainer makes
 _PART = pydantic.TypeAdapter(ImagePart)
 
@@ -34,21 +43,29 @@ class Eyes:
         """Return vLLM's prompt of token ids with one placeholder for each image. Raises ApiError."""
         opened = [image for _, image in self.opened(images, where)]
         if (count := token_ids.count(self.placeholder)) != len(images):
-            message = f"{where}: {count} placeholders (token {self.placeholder}) for {len(images)} images"
+            message = (
+                f"{where}: {count} placeholders (token {self.placeholder}) for {len(images)} images"
+            )
             hint = "send one placeholder for each image: the engine puts in the other tokens, also where they are there"
             raise invalid(message, hint, code="wrong_placeholders")
         try:
             return vllm_requests.image_prompt(self._llm, token_ids, opened)
         except ValueError as error:
-            raise invalid(f"{where}: {error}", "send other images", code="refused_by_engine") from error
+            raise invalid(
+                f"{where}: {error}", "send other images", code="refused_by_engine"
+            ) from error
 
     def places(self, prompt: Any) -> tuple[Image, ...]:
         """Return the images of vLLM's prompt, of the request that is served. Raises ApiError."""
         ids = prompt["prompt_token_ids"]
         spans = prompt.get("mm_placeholders", {}).get("image", ())
-        seen = sum(ids[span.offset : span.offset + span.length].count(self.placeholder) for span in spans)
+        seen = sum(
+            ids[span.offset : span.offset + span.length].count(self.placeholder) for span in spans
+        )
         if ids.count(self.placeholder) > seen:  # a trainer would take it for an image
-            message = f"token {self.placeholder} stands for an image, and the prompt has it without one"
+            message = (
+                f"token {self.placeholder} stands for an image, and the prompt has it without one"
+            )
             raise invalid(message, "leave its word out of texts", code="wrong_placeholders")
         return tuple(
             Image(
@@ -65,7 +82,9 @@ class Eyes:
         """Return the files of a prompt and what is in them. Raises ApiError."""
         if self.placeholder is None:
             message = f"{where}: this model takes no images"
-            raise invalid(message, "leave them out, or serve a vision-language model", code="no_images")
+            raise invalid(
+                message, "leave them out, or serve a vision-language model", code="no_images"
+            )
         found = list[tuple[bytes, Any]]()
         for number, text in enumerate(texts):
             try:
@@ -75,7 +94,9 @@ class Eyes:
                 check_all([data for data, _ in found])
             except ValueError as error:
                 hint = "an image is a PNG, JPEG or WebP file in base64, or such a data URL"
-                raise ApiError(400, "bad_image", f"{where}: number {number} of its images: {error}", hint) from error
+                raise ApiError(
+                    400, "bad_image", f"{where}: number {number} of its images: {error}", hint
+                ) from error
         return found
 
 
@@ -85,7 +106,9 @@ def install(server: Server) -> None:
     engine = server.engine
     placeholder = engine.sampler.placeholder
     engine.sampler.eyes = eyes = Eyes(engine.llm, placeholder, server.image_hosts)
-    engine.llm.stops = [] if placeholder is None else [placeholder]  # read again, it would be taken for an image
+    engine.llm.stops = (
+        [] if placeholder is None else [placeholder]
+    )  # read again, it would be taken for an image
 
     async def check(content: bytes) -> bytes | None:
         if not content:

@@ -91,7 +91,9 @@ def start_engine(args: Namespace) -> Any:
     import hocket.server.vllm_text  # noqa: F401 - vLLM's own routes make text as it does
 
     # Without the usage, vLLM takes a quarter of the batched tokens on an H100.
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+        UsageContext.OPENAI_API_SERVER
+    )
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
     # On a CPU the engine is a fork: a new process would import all of vLLM again, half of the start.
     if is_cpu_build():
@@ -148,7 +150,9 @@ def _admitting_llm(num_slots: int) -> Any:
         last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
 
-        def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
+        def generate(
+            self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+        ) -> Any:
             # If the engine can hold an adapter it always has one, if only of zeros.
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")
@@ -188,8 +192,12 @@ def _failure(error: Exception) -> ApiError:
     logger.error("vLLM could not begin a request", exc_info=cause)
     if isinstance(cause, ImportError):
         hint = "leave out what asks for it, structured outputs for one, or install it in the server's environment"
-        return ApiError(422, "not_installed", f"this server lacks a package for this request: {cause}", hint)
-    return ApiError(500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more")
+        return ApiError(
+            422, "not_installed", f"this server lacks a package for this request: {cause}", hint
+        )
+    return ApiError(
+        500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more"
+    )
 
 
 def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -203,9 +211,18 @@ def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         planned = plan(config, specs, memory)
         cache = config.cache_config
         length = config.model_config.max_model_len
-        each = sum(math.ceil(length / group.kv_cache_spec.block_size) for group in planned[0].kv_cache_groups)
-        most = 1 + SLOTS * config.scheduler_config.max_num_seqs * each  # vLLM keeps one block for itself
-        if cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override or planned[0].num_blocks <= most:
+        each = sum(
+            math.ceil(length / group.kv_cache_spec.block_size)
+            for group in planned[0].kv_cache_groups
+        )
+        most = (
+            1 + SLOTS * config.scheduler_config.max_num_seqs * each
+        )  # vLLM keeps one block for itself
+        if (
+            cache.kv_cache_memory_bytes
+            or cache.num_gpu_blocks_override
+            or planned[0].num_blocks <= most
+        ):
             return planned
         cache.num_gpu_blocks_override = most
         return plan(config, specs, memory)
@@ -219,7 +236,9 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     def keep(record: logging.LogRecord) -> bool:
-        if record.exc_info and str(record.msg).startswith("EngineCore"):  # vLLM tells the server only after this
+        if record.exc_info and str(record.msg).startswith(
+            "EngineCore"
+        ):  # vLLM tells the server only after this
             words = f"{cause_of(record.exc_info[1])}\n\n{traceback.format_exc()}"
             last_words.write_text(words, encoding="utf-8")
         return _shown(record)
@@ -235,7 +254,9 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     os.setpgid(0, 0)
     try:
         # vLLM's own function: under its own name where this process is no fork.
-        getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
+        getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(
+            *args, **kwargs
+        )
     except Exception:  # noqa: BLE001 - the server says it
         sys.exit(1)
 
@@ -264,7 +285,9 @@ def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: An
     from vllm.entrypoints.launchers.app import build_app
 
     app = build_app(args, tasks, model_config)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    app.router.routes[:] = [
+        route for route in app.router.routes if getattr(route, "path", None) in ROUTES
+    ]
     return app
 
 
@@ -287,7 +310,9 @@ async def abort_all(llm: Any) -> None:
     """End every request, vLLM's routes' too; nothing is sampled until generation is resumed."""
     # vLLM reports failures of the engine as plain Exceptions. The caller already reports another one.
     with contextlib.suppress(Exception):
-        await asyncio.wait_for(llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
+        await asyncio.wait_for(
+            llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S
+        )
 
 
 def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:

@@ -55,7 +55,11 @@ def is_cpu_build() -> bool:
 def import_vllm() -> None:
     """Import vLLM; on a CPU, where nothing is compiled, without torch's compiler: it would only patch that."""
     compiler = "torch._inductor.lowering"
-    if is_cpu_build() and os.environ.get("TORCHDYNAMO_DISABLE") == "1" and compiler not in sys.modules:
+    if (
+        is_cpu_build()
+        and os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+        and compiler not in sys.modules
+    ):
         sys.modules[compiler] = None  # type: ignore[assignment]  # as Python marks what can't be imported
         try:
             importlib.import_module("vllm")
@@ -89,7 +93,9 @@ def engine_arguments(config: Config) -> Namespace:
     engine = dict(server.engine)
     settings: dict[str, Any] = {
         "model": model.path,
-        "served_model_name": [*dict.fromkeys((engine.pop("served_model_name", None) or model.path, model.path))],
+        "served_model_name": [
+            *dict.fromkeys((engine.pop("served_model_name", None) or model.path, model.path))
+        ],
         "max_model_len": model.max_length,
         "seed": config.trainer.seed,
         "trust_remote_code": False,
@@ -117,12 +123,16 @@ def engine_arguments(config: Config) -> Namespace:
 
         if parser not in (parsers := ToolParserManager.list_registered()):
             known = ", ".join(parsers)
-            raise ConfigError(f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}")
+            raise ConfigError(
+                f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}"
+            )
         settings |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
     owned = dict.fromkeys(OWNED | settings.keys(), "") | OWN_NAMES
     arguments = AsyncEngineArgs.__dataclass_fields__
     try:
-        refuse_owned("server.engine.", engine, owned, arguments, ": vLLM has no such engine argument")
+        refuse_owned(
+            "server.engine.", engine, owned, arguments, ": vLLM has no such engine argument"
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     chosen = {name: value for name, value in settings.items() if value is not None}
@@ -172,7 +182,9 @@ def cpu_kv_cache(config: Config) -> int:
     mib = config.server.kv_cache_mib
     token = _kv_bytes(config)
     context = tokenizers.context_length(config.model)
-    needed = token * CPU_BLOCK * (1 + math.ceil(context / CPU_BLOCK))  # vLLM keeps one block for itself
+    needed = (
+        token * CPU_BLOCK * (1 + math.ceil(context / CPU_BLOCK))
+    )  # vLLM keeps one block for itself
     room = machine.free_memory() if mib is None else mib << 20
     if needed > room:
         fits = (room // token // CPU_BLOCK - 1) * CPU_BLOCK
@@ -181,7 +193,9 @@ def cpu_kv_cache(config: Config) -> int:
         if mib is not None:
             advice += f", or server.kv_cache_mib={math.ceil(needed / 2**20)}"
         what = f"the KV cache of a sequence of {context:,} tokens, the context of {config.model.path}, takes"
-        raise ConfigError(f"{what} {needed >> 20:,} MiB, more than {where} has, {room >> 20:,} MiB: {advice}")
+        raise ConfigError(
+            f"{what} {needed >> 20:,} MiB, more than {where} has, {room >> 20:,} MiB: {advice}"
+        )
     return max(CPU_KV_CACHE_MIB << 20, needed) if mib is None else room
 
 

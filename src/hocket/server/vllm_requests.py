@@ -99,12 +99,19 @@ def version_spans(output: Any) -> tuple[VersionSpan, ...]:
 def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
     """Make vLLM's prompt, in the thread in which vLLM's routes make theirs. Raises vLLM's errors."""
     renderer = llm.renderer
-    made = renderer._mm_executor.submit(renderer._process_multimodal, token_ids, {"image": images}, None, None)
+    made = renderer._mm_executor.submit(
+        renderer._process_multimodal, token_ids, {"image": images}, None, None
+    )
     return made.result()
 
 
 async def complete(
-    llm: Any, prompt: Any, sampling: SamplingParams, seed: int | None, request_id: str, begun: int = 0
+    llm: Any,
+    prompt: Any,
+    sampling: SamplingParams,
+    seed: int | None,
+    request_id: str,
+    begun: int = 0,
 ) -> Any:
     """Sample one completion of token ids, or of vLLM's own prompt. A cancelled call aborts it.
 
@@ -120,7 +127,9 @@ async def complete(
         outputs = [output async for output in llm.generate(prompt, params, request_id)]
         return outputs[-1].outputs[0]
     except VLLMClientError as error:
-        raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
+        raise ApiError(
+            422, "refused_by_engine", str(error), "change the request as the message says"
+        ) from error
 
 
 async def abort(llm: Any, request_ids: Sequence[str]) -> None:
@@ -145,7 +154,9 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     except (KeyError, ImportError, RuntimeError, ValueError) as error:
         known = ", ".join(ToolParserManager.list_registered())
         message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
-        raise invalid(message, f"vLLM has the parsers {known}; each tool is as in OpenAI's API") from error
+        raise invalid(
+            message, f"vLLM has the parsers {known}; each tool is as in OpenAI's API"
+        ) from error
     request = parser.adjust_request(request)
 
     def parse(text: str) -> Any:

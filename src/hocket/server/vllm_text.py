@@ -60,7 +60,11 @@ class TurnText(detokenizer.FastIncrementalDetokenizer):  # type: ignore[misc]  #
     def _stops_with_special_tokens(self) -> list[str]:
         if not self.stop:
             return []
-        special = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
+        special = [
+            token.content
+            for token in self.tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        ]
         return [stop for stop in self.stop if any(token in stop for token in special)]
 
     def _add_to_all(self, token: int) -> None:
@@ -77,10 +81,14 @@ class TurnText(detokenizer.FastIncrementalDetokenizer):  # type: ignore[misc]  #
             return None
         stop, at = match
         if not self.include_stop_str_in_output:
-            token = bisect_right(self._ends, at, key=lambda ends: ends[0])  # in which the string begins
+            token = bisect_right(
+                self._ends, at, key=lambda ends: ends[0]
+            )  # in which the string begins
             all_end, shown_end = self._ends[token - 1]
             # A special token shows nothing.
-            self.output_text = self.output_text[: min(shown_end + at - all_end, self._ends[token][1])]
+            self.output_text = self.output_text[
+                : min(shown_end + at - all_end, self._ends[token][1])
+            ]
         return str(stop)
 
     def _protected_step(self, next_token_id: int) -> str:

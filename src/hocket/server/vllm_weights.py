@@ -33,7 +33,9 @@ def load(worker: Any, weights: NamedTensors, adapter: AdapterConfig | None) -> N
     incomplete = reload(worker, weights)
     if incomplete:
         names = f"{', '.join(incomplete[:3])} ({len(incomplete)} in all)"
-        raise RuntimeError(f"vLLM's loader left out weights of {names}; can this release reload this architecture?")
+        raise RuntimeError(
+            f"vLLM's loader left out weights of {names}; can this release reload this architecture?"
+        )
     # vLLM's reload leaves the packed copy of a tied head as it was.
     for _, head in packed_heads(worker):
         head.quant_method.process_weights_after_loading(head)
@@ -47,7 +49,10 @@ def add_adapter(worker: Any, weights: NamedTensors, adapter: AdapterConfig) -> N
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix=versions.temporary_prefix()) as folder:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, f"{folder}/adapter_model.safetensors")
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in weights},
+            f"{folder}/adapter_model.safetensors",
+        )
         Path(folder, manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(), encoding="utf-8")
         worker.add_lora(adapter_request(folder, load_inplace=True))
 
@@ -58,7 +63,9 @@ def drop_adapter(worker: Any) -> None:
         nothing = adapter_request("in memory")
         worker.remove_lora(nothing.lora_int_id)
         adapters = worker.model_runner.lora_manager
-        adapters.add_dummy_lora(nothing, adapters.get_dummy_lora_warmup_rank(1))  # all zeros, as vLLM warms up with
+        adapters.add_dummy_lora(
+            nothing, adapters.get_dummy_lora_warmup_rank(1)
+        )  # all zeros, as vLLM warms up with
 
 
 def adapter_request(folder: str, *, load_inplace: bool = False) -> Any:

@@ -22,10 +22,14 @@ class WorkerExtension(GroupReceiver):
     """Methods for `collective_rpc`. Messages are JSON: vLLM carries plain types only."""
 
     hocket_held: Mapping[str, TensorSpec] = {}  # of the version that the model holds in full
-    hocket_kept: Mapping[str, TensorSpec] = {}  # of that from which the rest stays, if only trained weights come
+    hocket_kept: Mapping[
+        str, TensorSpec
+    ] = {}  # of that from which the rest stays, if only trained weights come
 
     @answered
-    def hocket_load_disk(self, folder: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
+    def hocket_load_disk(
+        self, folder: str, checksum: str = "", compare: bool = False
+    ) -> dict[str, Any]:
         """Load a folder's tensors into the paused model, in place, or as an adapter beside it.
 
         Raises RuntimeError for another checksum; after an error the model is unusable until a load succeeds. With
@@ -49,15 +53,21 @@ class WorkerExtension(GroupReceiver):
         partial: bool = False,
     ) -> dict[str, Any]:
         if partial and not self.hocket_held:
-            raise RuntimeError("only trained weights are to come, and this server holds no version in full")
+            raise RuntimeError(
+                "only trained weights are to come, and this server holds no version in full"
+            )
         self.hocket_kept = self.hocket_held if partial else {}
         with _ahead(parts, give_up) as made:
             answer = self._hocket_load(made, adapter, compare)
         if checksum not in ("", answer["checksum"]):
-            raise RuntimeError("the tensors that reached the model are not those that were published")
+            raise RuntimeError(
+                "the tensors that reached the model are not those that were published"
+            )
         return answer
 
-    def _hocket_load(self, parts: Iterator[BucketPart], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
+    def _hocket_load(
+        self, parts: Iterator[BucketPart], adapter: AdapterConfig | None, compare: bool
+    ) -> dict[str, Any]:
         specs = dict(self.hocket_kept)
         weights = _tensors(parts, specs)
         different = list[str]()
@@ -68,11 +78,17 @@ class WorkerExtension(GroupReceiver):
             self.hocket_held = {}  # until all has come
             vllm_weights.load(self, weights, adapter)
             self.hocket_held = specs
-        return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs), "different": different}
+        return {
+            "checksum": manifest.total_checksum(specs),
+            "num_tensors": len(specs),
+            "different": different,
+        }
 
 
 @contextmanager
-def _ahead(parts: Iterator[BucketPart], give_up: Callable[[], None]) -> Iterator[Iterator[BucketPart]]:
+def _ahead(
+    parts: Iterator[BucketPart], give_up: Callable[[], None]
+) -> Iterator[Iterator[BucketPart]]:
     """Make two parts ahead in a thread, which `give_up` interrupts where the body raises."""
     with ThreadPoolExecutor(1, "weights ahead") as thread:
         coming = [thread.submit(next, parts, None) for _ in range(2)]
@@ -94,12 +110,16 @@ def _read(folder: Path) -> Iterator[BucketPart]:
         yield [(name, tensor)], {name: manifest.spec(tensor)}
 
 
-def _tensors(parts: Iterator[BucketPart], specs: dict[str, TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    parts: Iterator[BucketPart], specs: dict[str, TensorSpec]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of all parts; add their specs to `specs`."""
     for named, made in parts:
         specs |= made
         for _, tensor in named:
-            if tensor.is_cuda:  # of another thread's stream: not used anew before this one has read it
+            if (
+                tensor.is_cuda
+            ):  # of another thread's stream: not used anew before this one has read it
                 tensor.record_stream(torch.cuda.current_stream())
         yield from named
 

@@ -11,7 +11,15 @@ from hocket.common.tasks import run_in_thread, timed
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, SyncError
 from hocket.protocol import DiskSource, OtherSource, ReloadRequest, Source
-from hocket.sync.transports import Answer, Delivery, Sending, Transport, joined, not_reached, transport
+from hocket.sync.transports import (
+    Answer,
+    Delivery,
+    Sending,
+    Transport,
+    joined,
+    not_reached,
+    transport,
+)
 from hocket.sync.versions import Versions, WrittenVersion
 from hocket.types import Metrics
 
@@ -27,10 +35,16 @@ class DiskTransport:
     sync: SyncConfig
     say: Callable[[str], None] = lambda line: None
     on_written: Callable[[], None] = lambda: None  # before any server loads it
-    write: Callable[[int], WrittenVersion] | None = None  # what servers are sent first; None: the whole version
-    _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # of this trainer's uploads
+    write: Callable[[int], WrittenVersion] | None = (
+        None  # what servers are sent first; None: the whole version
+    )
+    _upload_name: str = dataclasses.field(
+        default_factory=lambda: secrets.token_hex(4)
+    )  # of this trainer's uploads
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
+    async def deliver(
+        self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
+    ) -> Delivery:
         versions = self.versions
         metrics = Metrics()
         with timed(metrics, "sync/prepare_s"):
@@ -40,12 +54,16 @@ class DiskTransport:
                 self.say(f"{error}. It is tried once more in {REST_S:g} s")
                 await asyncio.sleep(REST_S)
                 first = await run_in_thread(self._write, version)
-        delivery, _ = await asyncio.gather(self._load(first, servers, compare), run_in_thread(versions.prune))
+        delivery, _ = await asyncio.gather(
+            self._load(first, servers, compare), run_in_thread(versions.prune)
+        )
         failed = not_reached(delivery)
         full = await run_in_thread(versions.mended, first) if failed else None
         if full is not None:  # it was a delta, or its files were hurt
             for server in failed:
-                self.say(f"version {version} goes to {server.url} in full: {delivery.answers[server][1]}")
+                self.say(
+                    f"version {version} goes to {server.url} in full: {delivery.answers[server][1]}"
+                )
             delivery = joined(delivery, await self._load(full, failed, compare))
             if not_reached(delivery):
                 await run_in_thread(versions.check, full)
@@ -57,10 +75,14 @@ class DiskTransport:
         self.on_written()
         return written
 
-    async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool) -> Delivery:
+    async def _load(
+        self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool
+    ) -> Delivery:
         metrics = {"sync/mebibytes": written.num_bytes / 2**20, **written.metrics}
         with timed(metrics, "sync/transfer_s"):
-            answers = await asyncio.gather(*(self._ask(server, written, compare) for server in servers))
+            answers = await asyncio.gather(
+                *(self._ask(server, written, compare) for server in servers)
+            )
         sent = ((written.checksum, answer) for answer in answers)
         return Delivery(dict(zip(servers, sent, strict=True)), metrics)
 

@@ -38,7 +38,9 @@ READY_SHARE = 0.5  # of sync.timeout_s for a server to begin to receive
 @transport("nccl")
 def by_broadcast(sending: Sending) -> Transport:
     """Broadcast versions; servers that no broadcast reaches get them by disk."""
-    fast = CollectiveTransport(sending.trainer, sending.config.sync, freezes=bool(sending.config.model.freeze))
+    fast = CollectiveTransport(
+        sending.trainer, sending.config.sync, freezes=bool(sending.config.model.freeze)
+    )
     sending.at_end(fast.close)
     return WithFallback(fast, sending.disk(), sending.say)
 
@@ -49,9 +51,13 @@ class CollectiveTransport:
     sync: SyncConfig
     freezes: bool = False  # some weights stay as they are: each server is sent these once
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
-    _specs: dict[str, protocol.TensorSpec] = dataclasses.field(default_factory=dict)  # of what was sent last
+    _specs: dict[str, protocol.TensorSpec] = dataclasses.field(
+        default_factory=dict
+    )  # of what was sent last
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
+    async def deliver(
+        self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
+    ) -> Delivery:
         start = time.perf_counter()
         for left in [server for server in self._links if server.is_closed]:
             self._links.pop(left).close()
@@ -68,7 +74,9 @@ class CollectiveTransport:
                 link.close()
                 link.answer.cancel()
             raise
-        answers = [(checksum, await link.outcome() if isinstance(link, _Link) else link) for link in joined]
+        answers = [
+            (checksum, await link.outcome() if isinstance(link, _Link) else link) for link in joined
+        ]
         metrics = {
             "sync/mebibytes": sum(map(nccl.num_bytes, buckets)) / 2**20,
             "sync/prepare_s": prepared - start,
@@ -88,7 +96,9 @@ class CollectiveTransport:
         for link in self._links.values():
             link.close()
 
-    def _send(self, version: int, links: "Sequence[_Link]", buckets: list[list[protocol.TensorLayout]]) -> str:
+    def _send(
+        self, version: int, links: "Sequence[_Link]", buckets: list[list[protocol.TensorLayout]]
+    ) -> str:
         specs = self._specs  # of the frozen ones from before
         numbers = itertools.count(1)
         running: Iterator[None] = iter(())  # a bucket on its way to each server
@@ -117,7 +127,9 @@ class CollectiveTransport:
             if link is None or (link.is_closed and not link.unreachable):
                 link = self._links[server] = _Link(self, server, health)
             if link.unreachable:
-                return SyncError(f"the workers of {server.url} could not be connected with since they were started")
+                return SyncError(
+                    f"the workers of {server.url} could not be connected with since they were started"
+                )
             return link
         except HocketError as error:
             return error
@@ -128,7 +140,9 @@ class CollectiveTransport:
 class _Link:
     """The connection to one process of a server; a failure closes it."""
 
-    def __init__(self, transport: CollectiveTransport, server: ServerClient, health: protocol.Health) -> None:
+    def __init__(
+        self, transport: CollectiveTransport, server: ServerClient, health: protocol.Health
+    ) -> None:
         self.session = health.session
         self.is_closed = False
         self.holds_frozen = False  # it was sent a whole version
@@ -160,7 +174,9 @@ class _Link:
         if self.group is not None:
             self.group.close()
 
-    async def begin(self, version: int, compare: bool, buckets: list[list[protocol.TensorLayout]]) -> None:
+    async def begin(
+        self, version: int, compare: bool, buckets: list[list[protocol.TensorLayout]]
+    ) -> None:
         """Tell the server what will come; wait until its workers are ready or it answers."""
         start = time.monotonic()
         transport = self._transport
@@ -189,7 +205,9 @@ class _Link:
                 f"to drain requests first, raise sync.timeout_s"
             )
         except RuntimeError as error:
-            self._failure = SyncError(f"can't connect with the workers of {self._server.url}: {why_broken(error)}")
+            self._failure = SyncError(
+                f"can't connect with the workers of {self._server.url}: {why_broken(error)}"
+            )
         self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
 
     async def _announced(self, number: int) -> bool:
@@ -205,7 +223,13 @@ class _Link:
         address = self._address
         timeout_s = self._transport.sync.bucket_timeout_s
         return nccl.WeightGroup(
-            self._store, address.name, self._device, address.host, rank=0, size=1 + self._workers, timeout_s=timeout_s
+            self._store,
+            address.name,
+            self._device,
+            address.host,
+            rank=0,
+            size=1 + self._workers,
+            timeout_s=timeout_s,
         )
 
     async def _ask(self, request: protocol.ReloadRequest) -> Answer:

@@ -38,7 +38,9 @@ class Publisher:
     pool: ServerPool
     transport: Transport
     # Gives the trainer a shared GPU
-    trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = lambda publishes: nullcontext({})
+    trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = lambda publishes: (
+        nullcontext({})
+    )
     max_logprob_gap: float | None = None  # in place of HIGHEST_GAP
     parts: Sequence[TakesServers] = ()  # of the run
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # of a step or a bring-up
@@ -65,7 +67,10 @@ class Publisher:
         """Make the trainer's weights the next version on every server; within `training`."""
         self.versions.current += 1
         metrics = await self._deliver_and_check(self.pool.up, came=False)
-        return metrics | {"sync/servers": float(len(self.pool.up)), "sync/version": float(self.versions.current)}
+        return metrics | {
+            "sync/servers": float(len(self.pool.up)),
+            "sync/version": float(self.versions.current),
+        }
 
     async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
         metrics = await self.deliver(members)
@@ -101,9 +106,13 @@ class Publisher:
 
     def _stops(self, answer: ServerError) -> bool:
         """Check whether a refusal stops the run: a discovered server may be another run's by now."""
-        return answer.outcome is ErrorOutcome.REFUSED and (self.pool.is_listed or not answer.foreign)
+        return answer.outcome is ErrorOutcome.REFUSED and (
+            self.pool.is_listed or not answer.foreign
+        )
 
-    async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
+    async def bring_up(
+        self, check_model: Callable[[Health], None], there: Mapping[Member, Health]
+    ) -> None:
         """Give servers the current version. Raises as `judge` and `check_model`."""
         if self.lock.locked() and self.pool.up:
             for member in there:
@@ -119,8 +128,12 @@ class Publisher:
             metrics = await self._deliver_and_check(members, came=True)
         took = f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s"
         if "sync/logprob_gap" in metrics:
-            took += f", parameters compared, mean |Δ log-prob| up to {metrics['sync/logprob_gap']:.1e}"
+            took += (
+                f", parameters compared, mean |Δ log-prob| up to {metrics['sync/logprob_gap']:.1e}"
+            )
         for member in members:
             if member.is_up:  # else its reason says why not
                 holds = f"holds version {self.versions.current}: {member.dtype}"
-                self.pool.say(f"server {member.url} {holds}, {took}; it held version {there[member].version}")
+                self.pool.say(
+                    f"server {member.url} {holds}, {took}; it held version {there[member].version}"
+                )

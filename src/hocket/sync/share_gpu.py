@@ -49,5 +49,7 @@ async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> Non
             await member.server.ask(request, timeout_s=sync.timeout_s)
         except ServerError as error:
             if error.code not in GONE:
-                raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error
+                raise SyncError(
+                    f"server and trainer can't take turns on the GPU: {error}"
+                ) from error
             pool.mark_lost(member, str(error))

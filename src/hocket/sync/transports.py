@@ -30,7 +30,9 @@ class Delivery(NamedTuple):
 class Transport(Protocol):
     """A way of weight versions to the servers."""
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
+    async def deliver(
+        self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
+    ) -> Delivery:
         """Have servers load the trainer's weights, or compare; can be repeated. Raises SyncError."""
 
 
@@ -41,7 +43,9 @@ class Sending:
     config: Config
     trainer: "Trainer"
     versions: "Versions"
-    disk: Callable[..., Transport]  # makes the transport by files; write=FUNCTION: what servers are sent first
+    disk: Callable[
+        ..., Transport
+    ]  # makes the transport by files; write=FUNCTION: what servers are sent first
     say: Callable[[str], None]  # prints a line
     at_end: Callable[[Callable[[], None]], object]  # has a function called when the run ends
 
@@ -90,25 +94,37 @@ class WithFallback:
     disk: Transport
     say: Callable[[str], None] = lambda line: None
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
+    async def deliver(
+        self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
+    ) -> Delivery:
         delivery = await self.fast.deliver(version, servers, compare=compare)
         failed = not_reached(delivery)
         if failed:
             urls = ", ".join(server.url for server in failed)
-            self.say(f"version {version} goes to {urls} by disk instead: {delivery.answers[failed[0]][1]}")
+            self.say(
+                f"version {version} goes to {urls} by disk instead: {delivery.answers[failed[0]][1]}"
+            )
             delivery = joined(delivery, await self.disk.deliver(version, failed, compare=compare))
         return Delivery(delivery.answers, delivery.metrics | {"sync/fallbacks": float(len(failed))})
 
 
 def not_reached(delivery: Delivery) -> list[ServerClient]:
     """Return who may take it in another way."""
-    errors = ((server, answer) for server, (_, answer) in delivery.answers.items() if isinstance(answer, HocketError))
+    errors = (
+        (server, answer)
+        for server, (_, answer) in delivery.answers.items()
+        if isinstance(answer, HocketError)
+    )
     return [server for server, error in errors if getattr(error, "code", "") not in NO_WAY]
 
 
 def joined(first: Delivery, second: Delivery) -> Delivery:
     """Return the outcome of sending to all, then to some again."""
     metrics = dict(first.metrics)
-    metrics["sync/mebibytes"] += second.metrics["sync/mebibytes"] * len(second.answers) / len(first.answers)
-    metrics["sync/transfer_s"] += second.metrics.get("sync/prepare_s", 0.0) + second.metrics["sync/transfer_s"]
+    metrics["sync/mebibytes"] += (
+        second.metrics["sync/mebibytes"] * len(second.answers) / len(first.answers)
+    )
+    metrics["sync/transfer_s"] += (
+        second.metrics.get("sync/prepare_s", 0.0) + second.metrics["sync/transfer_s"]
+    )
     return Delivery(first.answers | second.answers, metrics)

@@ -73,7 +73,9 @@ class Versions:
             self._full = self.write("weights", version, self.trainer.export)
         return self._full
 
-    def write(self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]]) -> WrittenVersion:
+    def write(
+        self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]]
+    ) -> WrittenVersion:
         """Write a version, whose specs `fill` returns. Raises SyncError."""
         folder = self.path(kind, version)
         if folder.exists():
@@ -84,7 +86,9 @@ class Versions:
                 num_bytes = sum(path.stat().st_size for path in partial.iterdir())
         except (OSError, SafetensorError) as error:
             advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir"
-            raise SyncError(f"can't write weight version {version} to {folder}: {error}; {advice}") from error
+            raise SyncError(
+                f"can't write weight version {version} to {folder}: {error}; {advice}"
+            ) from error
         return WrittenVersion(version, folder, checksum, num_bytes)
 
     def mended(self, written: WrittenVersion) -> WrittenVersion | None:

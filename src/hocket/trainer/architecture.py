@@ -45,7 +45,12 @@ def try_small(config: Any) -> Logits:
     key = f"{type(text).__name__} {text.to_json_string(use_diff=False)}"
     if key not in _tried:
         cpu = torch.device("cpu")
-        with torch.random.fork_rng(devices=[]), cpu, torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with (
+            torch.random.fork_rng(devices=[]),
+            cpu,
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
             _tried[key] = _try(text)
     return _tried[key]
 
@@ -75,8 +80,12 @@ class Row(NamedTuple):
         second = second[:, :SECOND]
         third = torch.cat([first[:, :SHARED], third[:, :THIRD]], dim=1)
         rest = SHARED + FIRST + torch.arange(SECOND + THIRD)
-        seen = torch.cat([torch.arange(SHARED + FIRST), rest[:SECOND], torch.arange(SHARED), rest[SECOND:]])
-        segments = Segments((SHARED + FIRST, SECOND, THIRD), torch.device("cpu"), (0, 0, SHARED), seen)
+        seen = torch.cat(
+            [torch.arange(SHARED + FIRST), rest[:SECOND], torch.arange(SHARED), rest[SECOND:]]
+        )
+        segments = Segments(
+            (SHARED + FIRST, SECOND, THIRD), torch.device("cpu"), (0, 0, SHARED), seen
+        )
         ids_br = torch.cat([first, second, third[:, SHARED:]], dim=1)
         is_changed = torch.zeros(ids_br.shape[1], dtype=torch.bool)
         is_changed[segments.offsets[1:] - 1] = True  # the last token of each
@@ -107,7 +116,9 @@ def _try(config: Any) -> Logits:
             raise TrainerError(f"{name} {problem}; {ADVICE}") from error
         logits = _logits(model, row.sequences[0], alone[0])
         if logits is None:
-            raise TrainerError(f"{name} does more to its logits, after the output head, than is done here; {ADVICE}")
+            raise TrainerError(
+                f"{name} does more to its logits, after the output head, than is done here; {ADVICE}"
+            )
         problem = _compare(model, row, alone)
         if not problem:
             return logits
@@ -151,7 +162,9 @@ def _small(config: Any) -> Any:
     if "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = WINDOW
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-    return auto.from_config(config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32)
+    return auto.from_config(
+        config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
+    )
 
 
 @torch.no_grad()
@@ -199,12 +212,16 @@ def _compare(model: Any, row: Row, alone: Sequence[Tensor]) -> str:
     if not _near(actual_brh[:, : SHARED + FIRST], alone[0]):
         return "has more in its attention than is computed here"
     if not _near(actual_brh, expected_brh):
-        return "takes a token's place in the row, in place of that in its sequence, for its position"
+        return (
+            "takes a token's place in the row, in place of that in its sequence, for its position"
+        )
     actual = _gradients(model, actual_brh, weights_brh)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         # Rounding grows on the way back (Gemma 4: 3e-4), and is that of the largest where numbers cancel.
-        if not (actual[name] - gradient).abs().max() <= 10 * TOLERANCE * (gradient.abs().max() + 0.02 * largest):
+        if not (actual[name] - gradient).abs().max() <= 10 * TOLERANCE * (
+            gradient.abs().max() + 0.02 * largest
+        ):
             return f"has other gradients in a row of several sequences than alone (of {name})"
     return ""
 
@@ -213,7 +230,11 @@ def _gradients(model: nn.Module, hidden_brh: Tensor, weights_brh: Tensor) -> dic
     """Return the gradients of a weighted sum by parameter, of those that have one."""
     model.zero_grad()
     (hidden_brh * weights_brh).sum().backward()  # type: ignore[no-untyped-call]
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @torch.no_grad()

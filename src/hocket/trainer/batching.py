@@ -1,37 +1,37 @@
-"""Pack samples into micro-batches; the only place where sequences move to the next-token axis.
+"""Make micro-batches of samples; the only place where sequences move to the next-token axis.
 
-A sequence of n tokens has n − 1 positions: position t reads token t and predicts token t + 1. The sequences of a
-micro-batch share a row without padding, which changes results by rounding only. A `Packer` decides which sequences
-come together; that of trainer.share_prefixes has what they begin with in common in a row once (prefixes.py).
+A sequence of n tokens has n - 1 positions: position t reads token t and predicts token t + 1. The
+sequences of a micro-batch lie in one row (packing.py) without padding, which changes results by
+rounding only.
 """
 
 import dataclasses
-import functools
-import heapq
 import itertools
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hocket.algorithm.losses import LossBatch
-from hocket.common.registry import Registry
-from hocket.errors import TrainerError
 from hocket.trainer.attention import WHOLE, RowPart, Segments
+from hocket.trainer.packing import PLAIN, Packer, members_of_units, num_positions, plan_rows
 from hocket.types import Image, TokenSequence, TrainSample
 
-SequenceRun = Sequence[int]  # numbers of sequences, one after another in the order of tokens
 _NO_TOKENS = TokenSequence(token_ids=array("I", (0, 0)), mask=(False, False), logprobs=(0.0, 0.0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch(LossBatch):
-    """One forward pass of one rank. b: one; t next-token axis: everything at t is about the predicted token."""
+    """The input of one forward pass of one rank.
+
+    In the names b is 1, r the row; t is the next-token axis, one sequence after another: all at t
+    is about the token that is predicted; n are the places on t that are trained.
+    """
 
     segments: Segments  # of the row
     input_ids_br: Tensor  # [1, row], or this rank's part of it
@@ -41,132 +41,15 @@ class TrainBatch(LossBatch):
     lengths: tuple[int, ...]  # of the sequences, along t
     witness_bt: Tensor  # True on sampled tokens of witnesses
     places: tuple[int, ...]  # of the sequences among the packed samples
-    max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
+    max_tokens: int  # most trained tokens of those micro-batches that ranks run at the same time
     images: tuple[Image, ...] = ()  # of the row, each with its first place there
 
 
-class Sizes(NamedTuple):
-    """Sizes of sequences in the packer's order: `first` where one begins a row, `added` right behind the one before."""
-
-    first: Sequence[float]
-    added: Sequence[float]
-
-    def of(self, run: SequenceRun) -> float:
-        return self.first[run[0]] + sum(self.added[number] for number in run[1:])
-
-
-class Packer:
-    """Packs sequences into rows, each whole: the plain way (trainer.share_prefixes=false).
-
-    A subclass may have a row hold once what sequences begin with in common. Then they are packed in an order of its
-    own, in which each adds to a row what it does not share with the one before; `trainer.share_prefixes` names it,
-    with the options that `__init__` takes.
-
-    Example: a plugin that shares whole sequences alone, those that are the same but for their last token.
-
-        @packer("twins")
-        class Twins(Packer):
-            in_order = True
-
-            def order(self, samples: Sequence[TrainSample]) -> Sequence[int]:
-                return sorted(range(len(samples)), key=lambda place: keys(samples[place].sequence).tolist())
-
-            def starts(self, samples: Sequence[TrainSample]) -> list[int]:
-                read = [tuple(sample.sequence.token_ids[:-1]) for sample in samples]
-                return [0, *(len(own) if own == before else 0 for before, own in zip(read, read[1:]))]
-
-            def runs(self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf) -> list[SequenceRun]:
-                runs: list[list[int]] = []
-                for number in run:
-                    if sizes.added[number] == sizes.first[number] or sizes.of([*runs[-1], number]) > most:
-                        runs.append([])
-                    runs[-1].append(number)
-                return list(runs)
-    """
-
-    in_order = False  # whether rows hold sequences in the order of `order`
-    pairs: float = math.inf
-    """Pairs of tokens whose attention costs as much as all else that a model computes for one position."""
-    key_share: float = 0.0
-    """Memory of a key and a value, as a part of all memory for one position: what a copy of them takes."""
-
-    def order(self, samples: Sequence[TrainSample]) -> Sequence[int]:
-        """Return the places of samples in the order in which they are packed."""
-        return range(len(samples))
-
-    def starts(self, samples: Sequence[TrainSample]) -> list[int]:
-        """Count the positions that each sequence, in that order, has in common with the one before."""
-        return [0] * len(samples)
-
-    def runs(self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf) -> list[SequenceRun]:
-        """Divide a run into parts that each lie in one row: of at most `most` positions, or about `enough`."""
-        return [[number] for number in run]
-
-    def deal(self, costs: Sizes, num_ranks: int) -> list[list[SequenceRun]]:
-        """Return the runs of each rank, of about the same cost."""
-        if num_ranks == 1:
-            return [self.runs(costs, range(len(costs.first)), math.inf)]
-        return [[[number] for number in part] for part in balance(costs.first, num_ranks)]
-
-
-PACKERS: Registry[Callable[..., Packer]] = Registry("packer", sharing="hocket.trainer.prefixes")
-packer = PACKERS.register
-"""Decorator of a subclass of Packer, which `trainer.share_prefixes` then names."""
-packer("plain")(Packer)
-PLAIN = Packer()
-
-
-def chosen_packer(chosen: bool | str | Mapping[str, Any], *, pairs: float = math.inf, key_share: float = 0.0) -> Packer:
-    """Make the packer that trainer.share_prefixes chooses. Raises ConfigError."""
-    if isinstance(chosen, bool):
-        chosen = "sharing" if chosen else "plain"
-    made = PACKERS.choose(chosen, "trainer.share_prefixes")()
-    made.pairs = pairs
-    made.key_share = key_share
-    return made
-
-
-Make = Callable[..., TrainBatch]  # builds a micro-batch, on any rank: (device, its part of the row)
-
-
-def num_positions(sample: TrainSample) -> int:
-    return len(sample.sequence.token_ids) - 1
-
-
-def keys(sequence: TokenSequence) -> np.ndarray:
-    """Return numbers that tell sequences apart: token ids and, as all images have the same, an image's hash."""
-    ids = np.array(sequence.token_ids, np.int64)
-    for image in sequence.images:
-        key = int.from_bytes(bytes.fromhex(image.name[:16]), "little", signed=True)
-        ids[image.start : image.start + image.length] = key
-    return ids
-
-
-def check_fits(
-    samples: Sequence[TrainSample],
-    micro_batch_tokens: int,
-    *,
-    unit: int = 1,
-    packer: Packer = PLAIN,
-) -> None:
-    """Raise TrainerError for a unit of samples that no micro-batch has room for, or where none has a trained token."""
-    if not any(any(sample.sequence.mask[1:]) for sample in samples):
-        raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
-    lengths = list(map(num_positions, samples))
-    starts = packer.starts(samples) if unit > 1 else [0] * len(samples)
-    longest = math.ceil(max(_sizes(lengths, starts, packer.key_share, unit).first))
-    if longest > micro_batch_tokens:
-        what = f"a sequence of {longest + 1} tokens doesn't" if unit == 1 else f"{longest} tokens of one row don't"
-        raise TrainerError(
-            f"{what} fit into trainer.micro_batch_tokens={micro_batch_tokens}; "
-            f"set it to at least {longest}, or shorten sequences with rollout.max_tokens or data.max_prompt_tokens"
-        )
-
-
 def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) -> list[list[int]]:
-    """Return the places of each update's samples, in order; groups[i] is the group of sample i.
+    """Choose the samples of each update: result[update] has their places, in order.
 
-    Every epoch deals the groups, shuffled by `seed`, into `count` mini-batches, or fewer if groups are fewer.
+    Every epoch deals the groups, shuffled by `seed`, into `count` mini-batches, or fewer if there
+    are fewer groups; groups[i] is the group of sample i.
     """
     distinct = sorted(set(groups))
     shuffles = random.Random(seed)
@@ -189,188 +72,206 @@ def divide(
     cost: Callable[[int], float] = float,
     packer: Packer = PLAIN,
     unit: int = 1,
-) -> list[list[Make]]:
+) -> list[list["PackedRow"]]:
     """Pack samples into micro-batches, the same number on every rank.
 
-    Returns result[rank][i], a function that builds the TrainBatch on that rank's device. Ranks get about the same cost;
-    within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks run similar ones at a time. A
-    rank that has fewer runs a masked position.
+    Ranks get about the same cost. Within a rank the costliest micro-batch comes first, so that
+    ranks run similar ones at a time. A rank that has fewer of them runs a masked position.
 
-    `row_tokens`: rows are longer only where much is shared. `cost`: of a sequence by its positions. `unit`: samples,
-    one after another, that stay so, in one micro-batch.
+    Args:
+        micro_batch_tokens: positions that a micro-batch may have.
+        row_tokens: positions after which a row gets longer only where much is shared.
+        cost: of a sequence, by its positions.
+        unit: samples, one after another, that stay so, in one micro-batch.
+
+    Returns:
+        result[rank][i], which builds the TrainBatch on that rank's device.
     """
-    firsts = [samples[number * unit] for number in range(len(samples) // unit)]
-    places = _members(packer.order(firsts), unit)  # of the samples, in the order in which they are packed
+    # Everything below is in the packer's order; `places` leads back to `samples`.
+    firsts = [samples[start] for start in range(0, len(samples) // unit * unit, unit)]
+    places = members_of_units(packer.order(firsts), unit)
     packed = [samples[place] for place in places]
     trained = [sample.sequence.mask[1:].count(True) for sample in packed]
-    counts = {"num_tokens_global": sum(trained), "num_sequences_global": len(trained) - trained.count(0)}
+    plans = plan_rows(
+        packed,
+        packer,
+        num_ranks,
+        most=micro_batch_tokens,
+        enough=min(row_tokens, micro_batch_tokens),
+        cost=cost,
+        unit=unit,
+    )
+
     nothing = (0.0, 0.0)
-    blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(packed[0].columns, nothing))
-    enough = min(row_tokens, micro_batch_tokens)
-    plans = _plan(packed, packer, num_ranks, most=micro_batch_tokens, enough=enough, cost=cost, unit=unit)
-    result: list[list[Make]] = [[] for _ in plans]
+    columns = dict.fromkeys(packed[0].columns, nothing)
+    blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=columns)
+    result: list[list[PackedRow]] = [[] for _ in plans]
     for row_of_each in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = max(sum(trained[number] for number in row) for row in row_of_each)
-        for part, row in zip(result, row_of_each, strict=True):
+        for rows, row in zip(result, row_of_each, strict=True):
             numbers = sorted(row) if packer.in_order else row
-            own = [packed[number] for number in numbers] or [blank]
-            own_places = tuple(places[number] for number in numbers)
-            part.append(functools.partial(_build, own, own_places, packer, {**counts, "max_tokens": max_tokens}))
+            packed_row = PackedRow(
+                samples=[packed[number] for number in numbers] or [blank],
+                places=tuple(places[number] for number in numbers),
+                packer=packer,
+                max_tokens=max_tokens,
+                num_tokens_global=sum(trained),
+                num_sequences_global=len(trained) - trained.count(0),
+            )
+            rows.append(packed_row)
     return result
 
 
-def _plan(
-    packed: Sequence[TrainSample],
-    packer: Packer,
-    num_ranks: int,
-    *,
-    most: float,
-    enough: float,
-    cost: Callable[[int], float],
-    unit: int,
-) -> list[list[list[int]]]:
-    """Return the rows of each rank, the costliest first: numbers of samples in the packer's order."""
-    lengths = list(map(num_positions, packed))
-    starts = packer.starts(packed)
-    costs_added = [cost(length) - cost(start) for length, start in zip(lengths, starts, strict=True)]
-    costs = _of_units(list(map(cost, lengths)), costs_added, unit)
-    sizes = _sizes(lengths, starts, packer.key_share, unit)
-    plans = []
-    for runs in packer.deal(costs, num_ranks):
-        parts = [part for run in runs for part in packer.runs(sizes, run, most, enough)]
-        rows = _fill(sizes, parts, enough)
-        rows.sort(key=lambda row: -sum(costs.first[one] for one in row))
-        plans.append([_members(row, unit) for row in rows])
-    return plans
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """The samples of one micro-batch: small enough to be sent to the rank that computes it."""
+
+    samples: Sequence[TrainSample]  # in their order in the row
+    places: tuple[int, ...]  # of these among all samples; () for a blank
+    packer: Packer
+    max_tokens: int  # these three as in TrainBatch
+    num_tokens_global: int
+    num_sequences_global: int
+
+    def __call__(self, device: torch.device, part: RowPart = WHOLE) -> TrainBatch:
+        """Build the micro-batch on a device, with this rank's part of the row."""
+        arrays_of = [_arrays(sample) for sample in self.samples]
+
+        def along_t(name: str) -> Tensor:
+            """Concatenate a column of all sequences along the next-token axis: [1, t]."""
+            return torch.from_numpy(np.concatenate([arrays[name][1:] for arrays in arrays_of]))[
+                None
+            ]
+
+        def on_device(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        ids = [arrays["token_ids"][:-1] for arrays in arrays_of]  # the last token is not read
+        starts = self.packer.starts(self.samples)
+        row = _lay_out(ids, starts, device, part)
+        input_ids_br = part.of_row(torch.from_numpy(row.ids_r)[None])
+
+        # Where the positions that predict a trained token are, in this rank's part of the row.
+        mask_bt = along_t("mask")
+        trained_n = mask_bt[0].nonzero()[:, 0]
+        size = input_ids_br.shape[1]
+        row_n = torch.from_numpy(np.concatenate(row.places))[trained_n] - part.number * size
+        is_here = (row_n >= 0) & (row_n < size)
+
+        lengths = tuple(map(num_positions, self.samples))
+        sample_bt = torch.arange(len(self.samples)).repeat_interleave(torch.tensor(lengths))[None]
+        is_witness = torch.tensor([sample.witness for sample in self.samples])
+        return TrainBatch(
+            segments=row.segments,
+            input_ids_br=on_device(input_ids_br),
+            target_ids_bt=on_device(along_t("token_ids")),
+            mask_bt=on_device(mask_bt),
+            rollout_logprobs_bt=on_device(along_t("rollout_logprobs")),
+            advantages_bt=on_device(along_t("advantages")),
+            columns={name: on_device(along_t(name)) for name in self.samples[0].columns},
+            trained_n=on_device(trained_n[is_here]),
+            row_n=on_device(row_n[is_here]),
+            sample_bt=on_device(sample_bt),
+            witness_bt=on_device(is_witness[sample_bt] & mask_bt),
+            lengths=lengths,
+            places=self.places,
+            images=_images(self.samples, row.places, starts),
+            max_tokens=self.max_tokens,
+            num_tokens_global=self.num_tokens_global,
+            num_sequences_global=self.num_sequences_global,
+        )
 
 
-def _members(units: Sequence[int], size: int) -> list[int]:
-    return [first * size + number for first in units for number in range(size)]
+class _Layout(NamedTuple):
+    """Where the tokens of a row lie."""
+
+    segments: Segments
+    ids_r: np.ndarray  # token ids, int64 [row]
+    places: list[np.ndarray]  # of each sequence's positions in the row, [its length]
 
 
-def _sizes(lengths: Sequence[int], starts: Sequence[int], key_share: float, unit: int) -> Sizes:
-    spans = zip(lengths, starts, strict=True)
-    added = [length - start + key_share * length if start else length for length, start in spans]
-    return _of_units(lengths, added, unit)
+def _lay_out(
+    sequences: Sequence[np.ndarray], starts: Sequence[int], device: torch.device, part: RowPart
+) -> _Layout:
+    """Lay sequences of token ids one after another.
 
+    Each leaves out its first `starts` positions, as the one before has them.
+    """
+    added = [ids[start:] for ids, start in zip(sequences, starts, strict=True)]
+    lengths = [len(ids) for ids in sequences]
+    starts = list(starts)
 
-def _of_units(first: Sequence[float], added: Sequence[float], size: int) -> Sizes:
-    """Return the sizes of units from those of their members."""
-    starts = range(0, len(first), size)
-    alone = [first[start] + sum(added[start + 1 : start + size]) for start in starts]
-    return Sizes(alone, [sum(added[start : start + size]) for start in starts])
+    # Ranks that divide a row have parts of the same size: a sequence of zeros fills the last.
+    padding = -sum(map(len, added)) % part.size
+    if padding:
+        added.append(np.zeros(padding, np.int64))
+        lengths.append(padding)
+        starts.append(0)
+    places = row_places(lengths, starts)
 
-
-def _build(
-    samples: Sequence[TrainSample],
-    places: tuple[int, ...],
-    packer: Packer,
-    counts: Mapping[str, int],
-    device: torch.device,
-    part: RowPart = WHOLE,
-) -> TrainBatch:
-    own = list(map(_arrays, samples))
-
-    def along(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([arrays[name][1:] for arrays in own]))[None]
-
-    def there(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    read = [arrays["token_ids"][:-1] for arrays in own]
-    starts = packer.starts(samples)
-    size = sum(map(len, read)) - sum(starts)
-    read.append(np.zeros(-size % part.size, np.int64))  # parts have the same size
-    starts.append(0)
-    rows = row_places([len(ids) for ids in read], starts)
-    added = [ids[start:] for ids, start in zip(read, starts, strict=True)]
-    new = list(map(len, added))  # of one that adds nothing there is no segment
-    seen = torch.from_numpy(np.concatenate(list(itertools.compress(rows, new)))) if any(starts) else None
-    lengths = tuple(map(num_positions, samples))
-    mask_bt = along("mask")
-    trained_n = mask_bt[0].nonzero()[:, 0]
-    input_ids_br = part.of_row(torch.from_numpy(np.concatenate(added))[None])
-    size = input_ids_br.shape[1]
-    row_n = torch.from_numpy(np.concatenate(rows))[trained_n] - part.number * size
-    is_here = (row_n >= 0) & (row_n < size)
-    sample_bt = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))[None]
-    return TrainBatch(
-        segments=Segments(tuple(filter(None, new)), device, tuple(itertools.compress(starts, new)), seen, part),
-        input_ids_br=there(input_ids_br),
-        target_ids_bt=there(along("token_ids")),
-        mask_bt=there(mask_bt),
-        rollout_logprobs_bt=there(along("rollout_logprobs")),
-        advantages_bt=there(along("advantages")),
-        columns={name: there(along(name)) for name in samples[0].columns},
-        trained_n=there(trained_n[is_here]),
-        row_n=there(row_n[is_here]),
-        sample_bt=there(sample_bt),
-        witness_bt=there(torch.tensor([sample.witness for sample in samples])[sample_bt] & mask_bt),
-        lengths=lengths,
-        places=places,
-        images=tuple(_images(samples, rows, starts)),
-        **counts,
+    # A sequence that adds nothing has no segment.
+    new = [number for number, ids in enumerate(added) if len(ids)]
+    key_places = None
+    if any(starts):
+        key_places = torch.from_numpy(np.concatenate([places[number] for number in new]))
+    segments = Segments(
+        lengths=tuple(len(added[number]) for number in new),
+        device=device,
+        starts=tuple(starts[number] for number in new),
+        key_places=key_places,
+        part=part,
     )
-
-
-def _images(samples: Sequence[TrainSample], rows: Sequence[np.ndarray], starts: Sequence[int]) -> Iterator[Image]:
-    """Yield the images of a row in order, those of a shared beginning once."""
-    for sample, places, start in zip(samples, rows, starts, strict=False):
-        for image in sample.sequence.images:
-            if image.start >= start:
-                yield dataclasses.replace(image, start=int(places[image.start]))
+    return _Layout(segments, np.concatenate(added), places)
 
 
 def row_places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
-    """Return each sequence's places in the row, [its length]: those that it shares, then its own."""
-    rows = [np.arange(0)]
-    size = 0
+    """List each sequence's places in the row, [its length]: the shared ones first, then its own."""
+    rows: list[np.ndarray] = []
+    before = np.arange(0)
+    size = 0  # of the row so far
     for length, start in zip(lengths, starts, strict=True):
-        rows.append(np.concatenate([rows[-1][:start], np.arange(size, size + length - start)]))
-        size += length - start
-    return rows[1:]
+        end = size + length - start
+        before = np.concatenate([before[:start], np.arange(size, end)])
+        rows.append(before)
+        size = end
+    return rows
+
+
+def _images(
+    samples: Sequence[TrainSample], places: Sequence[np.ndarray], starts: Sequence[int]
+) -> tuple[Image, ...]:
+    """List the images of a row in order, those of a shared prefix once."""
+    images = []
+    for number, sample in enumerate(samples):
+        for image in sample.sequence.images:
+            if image.start >= starts[number]:
+                place = int(places[number][image.start])
+                images.append(dataclasses.replace(image, start=place))
+    return tuple(images)
 
 
 def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
-    """Return a sample's numbers, [t] each."""
+    """Collect a sample's numbers, [tokens] each."""
     sequence = sample.sequence
-    return {
+    arrays = {
         "token_ids": np.array(sequence.token_ids, np.int64),
         "mask": np.frombuffer(bytes(sequence.mask), np.bool_),
-        **{name: np.array(values, np.float32) for name, values in sample.numbers.items()},
     }
+    for name, values in sample.numbers.items():
+        arrays[name] = np.array(values, np.float32)
+    return arrays
 
 
-def unpack(batch: TrainBatch, columns: Mapping[str, Tensor]) -> dict[int, dict[str, tuple[float, ...]]]:
-    """Return by each sample's place one number per token and column; 0.0 for the first token."""
-    parts = {name: torch.split(values_bt[0].cpu(), list(batch.lengths)) for name, values_bt in columns.items()}
-    return {
-        place: {name: (0.0, *values[number].tolist()) for name, values in parts.items()}
-        for number, place in enumerate(batch.places)
-    }
+def unpack(
+    batch: TrainBatch, columns: Mapping[str, Tensor]
+) -> dict[int, dict[str, tuple[float, ...]]]:
+    """Collect one number per token and column of each sample: result[place][column][token].
 
-
-def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Return indices in parts of about equal sums: the costliest first, to the cheapest part."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    totals = [(0.0, number) for number in range(num_parts)]  # a heap
-    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        total, number = totals[0]
-        parts[number].append(index)
-        heapq.heapreplace(totals, (total + costs[index], number))
-    return parts
-
-
-def _fill(sizes: Sizes, parts: Sequence[SequenceRun], enough: float) -> list[list[int]]:
-    """Return sequences in rows of at most `enough`, or of one larger part, by first-fit decreasing of the parts."""
-    needs = list(map(sizes.of, parts))
-    rows: list[list[int]] = []
-    left: list[float] = []  # of each
-    for index in sorted(range(len(parts)), key=needs.__getitem__, reverse=True):
-        chosen = next((i for i, free in enumerate(left) if free >= needs[index]), len(left))
-        if chosen == len(left):
-            rows.append([])
-            left.append(enough)
-        rows[chosen] += parts[index]
-        left[chosen] -= needs[index]
-    return rows
+    A sample's first token, which nothing predicts, has 0.0.
+    """
+    result: dict[int, dict[str, tuple[float, ...]]] = {place: {} for place in batch.places}
+    for name, values_bt in columns.items():
+        parts = torch.split(values_bt[0].cpu(), list(batch.lengths))
+        for place, values_t in zip(batch.places, parts, strict=False):  # a blank has no place
+            result[place][name] = (0.0, *values_t.tolist())
+    return result

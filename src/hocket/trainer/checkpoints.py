@@ -27,7 +27,9 @@ from hocket.protocol.manifest import COMPLETE_FILE
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
-CTRL_C = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT  # as launchers pass it on to rank 0
+CTRL_C = (
+    signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT
+)  # as launchers pass it on to rank 0
 _STAGES = ("sft", "rm", "dpo")  # parts of their checkpoints, too
 _SIZES = (f"{command}.batch_size." for command in _STAGES)
 # Settings that a resumed run keeps.
@@ -83,11 +85,17 @@ def read(folder: Path, *, whole: bool = True) -> Saved:
         mark = (folder / COMPLETE_FILE).read_text(encoding="utf-8")
         text = (folder / STATE_FILE).read_text(encoding="utf-8")
         saved = Saved(folder=folder, **json.loads(text))
-        if whole and mark != manifest.total_checksum(manifest.specs(manifest.tensors(folder)), text):
-            raise ValueError("something has changed its files, the disk is failing, or an earlier hocket wrote it")
+        if whole and mark != manifest.total_checksum(
+            manifest.specs(manifest.tensors(folder)), text
+        ):
+            raise ValueError(
+                "something has changed its files, the disk is failing, or an earlier hocket wrote it"
+            )
         return saved
     except (OSError, SafetensorError, *DAMAGED) as error:
-        raise ConfigError(f"{folder} is no complete checkpoint: {error}. Remove it, or name another one") from error
+        raise ConfigError(
+            f"{folder} is no complete checkpoint: {error}. Remove it, or name another one"
+        ) from error
 
 
 def complete(folder: Path) -> list[Path]:
@@ -95,7 +103,9 @@ def complete(folder: Path) -> list[Path]:
     return [*numbered(folder, "step_*", COMPLETE_FILE).values()]
 
 
-def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, command: str = "train") -> Saved | None:
+def find(
+    config: Config, say: Callable[[str], None], *, dry_run: bool = False, command: str = "train"
+) -> Saved | None:
     """Return the newest undamaged checkpoint with checkpoint.resume; where there is none at all, `make_room`."""
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
@@ -134,12 +144,16 @@ def refuse_taken(run_dir: Path, *, resume: bool) -> int:
     if steps and not resume:
         advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
         if not kept:
-            advice = "choose another run.dir; it kept no checkpoint, so that its training can't go on"
+            advice = (
+                "choose another run.dir; it kept no checkpoint, so that its training can't go on"
+            )
         raise ConfigError(f"{run_dir} holds a run of {steps} steps already; {advice}")
     return steps
 
 
-def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False, dry_run: bool = False) -> None:
+def make_room(
+    run_dir: Path, say: Callable[[str], None], *, resume: bool = False, dry_run: bool = False
+) -> None:
     """Remove a run without a step, move another one aside (`resume`), or raise ConfigError; `dry_run`: only say it."""
     steps = refuse_taken(run_dir, resume=resume)
     there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
@@ -203,7 +217,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._interrupted = False
         self._signals = ExitStack()
         self.after = after
-        self._copied: Mapping[str, Any] | None = None  # the trainer's state, until it is in a checkpoint
+        self._copied: Mapping[str, Any] | None = (
+            None  # the trainer's state, until it is in a checkpoint
+        )
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._specs: dict[str, TensorSpec] = {}  # of those that are written
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -228,7 +244,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint."""
         every = self._settings.every_steps
-        if every == 0 or step == self.last or not (last or self._interrupted or step // every > self.last // every):
+        if (
+            every == 0
+            or step == self.last
+            or not (last or self._interrupted or step // every > self.last // every)
+        ):
             return {}
         start = time.perf_counter()
         self._writing.result()
@@ -238,7 +258,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial_of(self._folder).mkdir(parents=True)
             self._specs.clear()
-            self._copied = self._state(self._buckets.append if self._settings.in_background else self._write)
+            self._copied = self._state(
+                self._buckets.append if self._settings.in_background else self._write
+            )
         return {"time/checkpoint": note("time/checkpoint", start)}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -285,7 +307,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 self._write(self._buckets.pop(0))
             text = json.dumps(state)
             (partial / STATE_FILE).write_text(text, encoding="utf-8")
-            (partial / COMPLETE_FILE).write_text(manifest.total_checksum(self._specs, text), encoding="utf-8")
+            (partial / COMPLETE_FILE).write_text(
+                manifest.total_checksum(self._specs, text), encoding="utf-8"
+            )
             complete_folder(self._folder)
         self._passed += [self._later.submit(one, self._folder) for one in self.after]
         self._later.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
@@ -298,7 +322,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 try:
                     remove_folder(old)
                 except OSError as error:
-                    log.warning("can't remove %s: %s; it is tried again with the next checkpoint", old, error)
+                    log.warning(
+                        "can't remove %s: %s; it is tried again with the next checkpoint",
+                        old,
+                        error,
+                    )
 
     def _raise_passed(self) -> None:
         """Raise what a call of `after` has raised."""
@@ -314,4 +342,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         except OSError as error:
             shutil.rmtree(partial_of(self._folder), ignore_errors=True)
             advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir, or checkpoint.every_steps=0"
-            raise TrainerError(f"can't write a checkpoint to {self._root}: {error}; {advice}") from error
+            raise TrainerError(
+                f"can't write a checkpoint to {self._root}: {error}; {advice}"
+            ) from error

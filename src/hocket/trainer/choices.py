@@ -75,10 +75,14 @@ KERNELS: Registry[Callable[..., Kernels]] = Registry(
 )
 kernels = KERNELS.register
 """Decorator of a subclass of Kernels, which `trainer.kernels` then names."""
-RECOMPUTATIONS: Registry[Callable[..., Recomputation]] = Registry("recomputation", long="hocket.extras.long_rows")
+RECOMPUTATIONS: Registry[Callable[..., Recomputation]] = Registry(
+    "recomputation", long="hocket.extras.long_rows"
+)
 recomputation = RECOMPUTATIONS.register
 """Decorator of a subclass of Recomputation, which `trainer.gradient_checkpointing` then names."""
-ROW_DIVISIONS: Registry[Callable[[int, "Ranks"], "RowPart"]] = Registry("row division", ulysses="hocket.extras.ulysses")
+ROW_DIVISIONS: Registry[Callable[[int, "Ranks"], "RowPart"]] = Registry(
+    "row division", ulysses="hocket.extras.ulysses"
+)
 row_division = ROW_DIVISIONS.register
 """Decorator of a function (number of ranks that compute a row together, all ranks) → this rank's part of a row."""
 
@@ -90,9 +94,9 @@ def check(config: TrainerConfig) -> None:
     if config.gradient_checkpointing:
         chosen_recomputation(config.gradient_checkpointing)
     if not isinstance(config.share_prefixes, bool):
-        from hocket.trainer import batching  # which needs torch
+        from hocket.trainer import packing  # which needs numpy
 
-        batching.chosen_packer(config.share_prefixes)
+        packing.chosen_packer(config.share_prefixes)
     if config.sequence_parallel > 1:
         chosen_row_division()
 

@@ -54,7 +54,9 @@ def _load(critic: CriticConfig, model: ModelConfig, trainer: LoadingTrainer) -> 
     changes = {"learning_rate": critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
     settings = trainer.setup.config.model_copy(update=changes)
     module = trainer.load_model(model, ValueModel)
-    engine = DeepSpeedEngine(module, dataclasses.replace(trainer.setup, config=settings), name="critic")
+    engine = DeepSpeedEngine(
+        module, dataclasses.replace(trainer.setup, config=settings), name="critic"
+    )
     module.check_architecture(trainer.device)
     learner = Learner(
         name="critic",

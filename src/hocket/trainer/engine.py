@@ -26,7 +26,9 @@ from hocket.trainer.ranks import Ranks
 POLICY = "policy"  # prefix of the names of the trained model's tensors in a checkpoint
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")  # names of AdamW's moments
-BUCKET_ELEMENTS = 50_000_000  # summed over ranks at a time; DeepSpeed would allocate ten times as many
+BUCKET_ELEMENTS = (
+    50_000_000  # summed over ranks at a time; DeepSpeed would allocate ten times as many
+)
 
 PRECISION: Mapping[torch.dtype, Mapping[str, Any]] = {
     torch.float32: {},
@@ -56,7 +58,9 @@ class Setup:
         scales = self.stage > 0 and self.ranks.device.type == "cuda"
         if self.dtype == torch.float16 and not scales:
             advice = "set that, or model.dtype=bfloat16 or float32"
-            raise ConfigError(f"float16 can be trained on GPUs alone, with trainer.zero_stage=1, 2 or 3: {advice}")
+            raise ConfigError(
+                f"float16 can be trained on GPUs alone, with trainer.zero_stage=1, 2 or 3: {advice}"
+            )
         return self.dtype if self.stage > 0 else torch.float32
 
 
@@ -76,11 +80,15 @@ def load_deepspeed(ranks: Ranks) -> Any:
 def initialize(setup: Setup, **options: Any) -> Any:
     deepspeed = load_deepspeed(setup.ranks)
     autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
-    autocast.TORCH_AUTOCAST_INITIALIZED = False  # by an earlier run here: it sums gradients in 16 bits
+    autocast.TORCH_AUTOCAST_INITIALIZED = (
+        False  # by an earlier run here: it sums gradients in 16 bits
+    )
     gc.freeze()  # for its memory statistics, DeepSpeed collects garbage up to 15 times
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints them whatever the log level
-            engine, *_ = deepspeed.initialize(**options, config=deepspeed_config(setup), dist_init_required=False)
+            engine, *_ = deepspeed.initialize(
+                **options, config=deepspeed_config(setup), dist_init_required=False
+            )
     finally:
         gc.unfreeze()
     return engine
@@ -91,7 +99,9 @@ def spread(module: nn.Module, setup: Setup) -> None:
     device = setup.ranks.device
     zero = load_deepspeed(setup.ranks).zero
     dtypes = [parameter.dtype for parameter in module.parameters()]
-    dist.broadcast_object_list(dtypes, src=0, device=device)  # transformers may keep some in float32
+    dist.broadcast_object_list(
+        dtypes, src=0, device=device
+    )  # transformers may keep some in float32
     dtype_of = dict(zip(module.parameters(), dtypes, strict=True))
     for part in module.modules():
         own = list(part.parameters(recurse=False))
@@ -108,14 +118,18 @@ def spread(module: nn.Module, setup: Setup) -> None:
             zero.Init(module=nn.ParameterList(own), config_dict_or_path=deepspeed_config(setup))
 
 
-def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> int:
+def default_zero_stage(
+    config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool
+) -> int:
     if config.zero_stage is not None:
         return config.zero_stage
     if num_ranks == 1 and dtype == torch.float32 and not config.offload_optimizer:
         return 0
     if not on_gpu:
         return 1
-    return 3 if config.offload_optimizer else 2  # float32 sums of gradients leave the GPU at stage 3 alone
+    return (
+        3 if config.offload_optimizer else 2
+    )  # float32 sums of gradients leave the GPU at stage 3 alone
 
 
 def deepspeed_config(setup: Setup) -> dict[str, Any]:
@@ -134,9 +148,14 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
             zero["leaf_module"] = {"name_suffixes": list(leaves)}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        values["zero_force_ds_cpu_optimizer"] = False  # it would be compiled; torch's AdamW runs there too
+        values["zero_force_ds_cpu_optimizer"] = (
+            False  # it would be compiled; torch's AdamW runs there too
+        )
     if setup.dtype == torch.bfloat16 and stage == 0:
-        values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
+        values["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+        }  # its own bf16 optimizer loses precision here
     else:
         values |= PRECISION[setup.dtype]
     zero |= config.deepspeed.get("zero_optimization", {})
@@ -166,7 +185,11 @@ class DeepSpeedEngine:
         self._ranks = setup.ranks
         if self.stage == 3:
             spread(module, setup)
-        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._trained = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
         has_adapter = module.weights.adapter is not None  # servers have what is under it
         self._published = self._trained if has_adapter else dict(module.named_parameters())
         self._adamw = torch.optim.AdamW(
@@ -181,13 +204,17 @@ class DeepSpeedEngine:
             step = torch.zeros((), device=flat.device)
             moments = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
             self._adamw.state[flat] = {"step": step, **moments}
-        self.num_steps = 0  # of the run, in which this module learnt or would have, had there been a signal
+        self.num_steps = (
+            0  # of the run, in which this module learnt or would have, had there been a signal
+        )
         # One rank alone would copy all gradients to sum them.
         self._engine.enable_backward_allreduce = self.stage > 0 or self._ranks.size > 1
         self._scaler: dict[str, Any] = {}  # of float16 losses
         if self._dtype == torch.float16:
             self._scaler = vars(self._engine.optimizer.loss_scaler)
-            self._scaler["raise_error_at_min_scale"] = False  # there a step is skipped like any other
+            self._scaler["raise_error_at_min_scale"] = (
+                False  # there a step is skipped like any other
+            )
 
     @property
     def learning_rate(self) -> float:
@@ -208,7 +235,9 @@ class DeepSpeedEngine:
         """Accumulate the gradient of this rank's share of the loss; on the last one, sum it over ranks."""
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks, and those that compute a row together all have its loss.
-        self._engine.backward(loss * (self._ranks.size / self._ranks.part.size), scale_wrt_gas=False)
+        self._engine.backward(
+            loss * (self._ranks.size / self._ranks.part.size), scale_wrt_gas=False
+        )
 
     def step(self, *, rescale: bool = True) -> float | None:
         """Clip, apply, clear the gradient; return its norm, None if not finite (`rescale`: lower the loss scale)."""
@@ -230,8 +259,12 @@ class DeepSpeedEngine:
         self._engine.step()
         if self._engine.was_step_applied():
             return float(self._engine.get_global_grad_norm())
-        if self.stage < 3:  # DeepSpeed 0.19 keeps offloaded gradients, and every later step would be skipped
-            gradients = getattr(self._engine.optimizer, "averaged_gradients", {})  # not in bfloat16 at stage 1
+        if (
+            self.stage < 3
+        ):  # DeepSpeed 0.19 keeps offloaded gradients, and every later step would be skipped
+            gradients = getattr(
+                self._engine.optimizer, "averaged_gradients", {}
+            )  # not in bfloat16 at stage 1
             gradients.update(dict.fromkeys(gradients))
         if not rescale:
             self._scaler.update(scaling)
@@ -241,7 +274,11 @@ class DeepSpeedEngine:
         """Return the parameters whose gradient is not finite. All ranks call it."""
         full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
         gradients = ((name, full_grad(parameter)) for name, parameter in self._trained.items())
-        return [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
+        return [
+            name
+            for name, gradient in gradients
+            if gradient is not None and not bool(gradient.isfinite().all())
+        ]
 
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[tuple[str, Tensor]]]:
         """List the buckets that `buckets` yields, on the meta device."""
@@ -250,14 +287,21 @@ class DeepSpeedEngine:
         tensors = ((name, on_meta(whole_shape(parameter))) for name, parameter in named.items())
         return list(in_buckets(tensors, max_bytes))
 
-    def buckets(self, max_bytes: int, *, trained: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+    def buckets(
+        self, max_bytes: int, *, trained: bool = False
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield (name, whole tensor) of what is published, tied ones once, on rank 0; all ranks must exhaust it."""
         for bucket in self.layout(max_bytes, trained=trained):
             parameters = {name: self._published[name] for name, _ in bucket}
             # Whole, where ZeRO-3 spreads them; writes would be lost.
-            with importlib.import_module("deepspeed").zero.GatheredParameters(list(parameters.values())):
+            with importlib.import_module("deepspeed").zero.GatheredParameters(
+                list(parameters.values())
+            ):
                 if self._ranks.is_main:
-                    yield [(name, parameter.detach().to(self._dtype)) for name, parameter in parameters.items()]
+                    yield [
+                        (name, parameter.detach().to(self._dtype))
+                        for name, parameter in parameters.items()
+                    ]
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield "MODEL/KIND/parameter" and the whole float32 tensor on rank 0's CPU. All ranks must exhaust it."""
@@ -270,8 +314,12 @@ class DeepSpeedEngine:
                 yield name, whole.view(shape).to("cpu", copy=True)
 
     def counters(self) -> dict[str, Any]:
-        scale = {key: value for key, value in self._scaler.items() if isinstance(value, int | float)}
-        updates = max(int(self._adamw.state[flat]["step"]) for flat in self._flats())  # 0 without gradients at stage 0
+        scale = {
+            key: value for key, value in self._scaler.items() if isinstance(value, int | float)
+        }
+        updates = max(
+            int(self._adamw.state[flat]["step"]) for flat in self._flats()
+        )  # 0 without gradients at stage 0
         return {"updates": updates, "scheduled": self.num_steps, "loss_scale": scale}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -293,7 +341,9 @@ class DeepSpeedEngine:
 
     def tensors(self) -> Iterator[Tensor]:
         module = self._engine.module
-        return share_gpu.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
+        return share_gpu.tensors_in(
+            list(module.parameters()), list(module.buffers()), self._engine.optimizer
+        )
 
     def close(self) -> None:
         self._engine.destroy()
@@ -305,7 +355,12 @@ class DeepSpeedEngine:
             found = {MASTER: flat.detach(), **self._adamw.state[flat]}
             for kind in KINDS:
                 piece = found[kind].view(-1).narrow(0, offset, size)
-                yield f"{self._name}/{kind}/{name}", whole_shape(parameter), slice(start, start + size), piece
+                yield (
+                    f"{self._name}/{kind}/{name}",
+                    whole_shape(parameter),
+                    slice(start, start + size),
+                    piece,
+                )
 
     def _find(self, parameter: Any) -> tuple[int, Tensor, int, int]:
         """Return this rank's start in the parameter, the tensor that AdamW steps on, the place there, and the size."""
@@ -316,18 +371,32 @@ class DeepSpeedEngine:
             zero = self._engine.optimizer
             group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
             start = size * zero._get_param_partition_rank(parameter)
-            return start, flats[group], offset, max(0, min(size, parameter.ds_numel - start))  # the rest is padding
+            return (
+                start,
+                flats[group],
+                offset,
+                max(0, min(size, parameter.ds_numel - start)),
+            )  # the rest is padding
         mapping = parameter._hp_mapping
         if mapping is None:  # other ranks hold all of it
             return 0, flats[0], 0, 0
         address = mapping.hp_fragment_address
-        return mapping.lp_fragment_address.start, flats[mapping.param_group_index], address.start, address.numel
+        return (
+            mapping.lp_fragment_address.start,
+            flats[mapping.param_group_index],
+            address.start,
+            address.numel,
+        )
 
     def _flats(self) -> list[Tensor]:
         """List the tensors that AdamW updates: the parameters (ZeRO-0), or flat parts of them."""
         (group,) = self._adamw.param_groups
         # ZeRO-3 gives it to AdamW during a step only.
-        return list(self._engine.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else group["params"])
+        return list(
+            self._engine.optimizer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else group["params"]
+        )
 
     def _to_parameters(self) -> None:
         zero = self._engine.optimizer
@@ -340,7 +409,9 @@ class DeepSpeedEngine:
             zero.checkpoint_event_epilogue()  # gather them again
 
 
-def in_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def in_buckets(
+    tensors: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield the tensors in lists of at most max_bytes; a larger one is alone."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0

@@ -11,12 +11,16 @@ from hocket.errors import TrainerError
 def compute_in_float32(head: nn.Module) -> None:
     """Make a linear layer compute in float32, within its call: hooks gather its weights."""
     if not isinstance(head, nn.Linear):
-        raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")
+        raise TrainerError(
+            f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer"
+        )
 
     def forward(hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.float()
-            is_half = hidden.dtype == head.weight.dtype != torch.float32 and hidden.device.type == "cuda"
+            is_half = (
+                hidden.dtype == head.weight.dtype != torch.float32 and hidden.device.type == "cuda"
+            )
             if is_half and head.out_features > 1:  # 1: the critic's, which costs little
                 logits: Tensor = MixedProduct.apply(hidden.flatten(0, -2), head.weight)  # type: ignore[no-untyped-call]
                 logits = logits.view(*hidden.shape[:-1], head.out_features)

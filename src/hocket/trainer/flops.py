@@ -53,7 +53,9 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, model: Any) -> "Shape":
         text = copy.copy(model.config.get_text_config())
-        text.allow_global_per_layer_attribute_access = True  # Gemma 4 has wider heads in some layers
+        text.allow_global_per_layer_attribute_access = (
+            True  # Gemma 4 has wider heads in some layers
+        )
 
         def size(name: str, default: int) -> int:
             return getattr(text, name, None) or default
@@ -101,7 +103,9 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     layers = [
         module
         for name, module in model.named_modules()
-        if module is not head and not isinstance(module, nn.Embedding) and part_of(name) == "language"
+        if module is not head
+        and not isinstance(module, nn.Embedding)
+        and part_of(name) == "language"
     ]
     return ModelFlops(
         per_position=sum(_products(layer, shape.experts) for layer in layers),
@@ -116,8 +120,12 @@ def _products(layer: nn.Module, experts: int) -> float:
     total = 0.0
     for name, weight in layer.named_parameters(recurse=False):
         if weight.dim() > 1 and not name.endswith("bias"):
-            share = experts / len(weight) if experts and weight.dim() == 3 else 1.0  # of [experts, in, out]
-            total += weight.numel() * share * 2 * (3 if weight.requires_grad else 2)  # output, gradients of both
+            share = (
+                experts / len(weight) if experts and weight.dim() == 3 else 1.0
+            )  # of [experts, in, out]
+            total += (
+                weight.numel() * share * 2 * (3 if weight.requires_grad else 2)
+            )  # output, gradients of both
     return total
 
 
@@ -127,7 +135,9 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
     for window, num_layers in Counter(model.windows).items():
         for length in segment_lengths:
             seen = min(length, window)
-            pairs = seen * (seen + 1) // 2 + (length - seen) * seen  # of a token and one that it sees
+            pairs = (
+                seen * (seen + 1) // 2 + (length - seen) * seen
+            )  # of a token and one that it sees
             total += num_layers * model.per_pair * pairs
     return total
 

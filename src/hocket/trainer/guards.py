@@ -42,13 +42,17 @@ def first_fault(samples: Sequence[TrainSample], done: Sequence[Update]) -> str:
         return f"{where}. {CAUSES.get(column, 'Look at the model that gave them')}: up to {size:g}"
     update = next(update for update in done if update.is_faulty)
     model = update.learner.name
-    bad = [f"the {model}'s {term}" for term, value in update.totals.items() if not math.isfinite(value)]
+    bad = [
+        f"the {model}'s {term}" for term, value in update.totals.items() if not math.isfinite(value)
+    ]
     bad += [f"the gradient of the {model}'s {parameter}" for parameter in update.bad_gradients]
     bad.append(f"the norm of the {model}'s gradient")
     return f"{bad[0]}. Lower {update.learner.rate}, and start from weights before the fault"
 
 
-def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:
+def keep_batch(
+    path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]
+) -> None:
     """Write the samples as JSON (with NaN), one per line; remove the oldest such files."""
     lines = ",\n".join(json.dumps(_row(sample, decode), ensure_ascii=False) for sample in samples)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,22 +75,34 @@ def _row(sample: TrainSample, decode: Callable[[list[int]], str]) -> dict[str, A
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError | MemoryError) and re.search(_NO_ROOM, repr(error)) is not None
+    return (
+        isinstance(error, RuntimeError | MemoryError)
+        and re.search(_NO_ROOM, repr(error)) is not None
+    )
 
 
 def out_of_memory(
-    error: BaseException, config: TrainerConfig, *, micro_batch_tokens: int, work: str, longest: int, on_gpu: bool
+    error: BaseException,
+    config: TrainerConfig,
+    *,
+    micro_batch_tokens: int,
+    work: str,
+    longest: int,
+    on_gpu: bool,
 ) -> TrainerError:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == "hocket.trainer.engine":
-            work = {"forward": "forward pass", "backward": "backward pass"}.get(frame.f_code.co_name, work)
+            work = {"forward": "forward pass", "backward": "backward pass"}.get(
+                frame.f_code.co_name, work
+            )
     smaller = max(longest, micro_batch_tokens // 2)
     fixes = {
         f"trainer.micro_batch_tokens={smaller} (now {micro_batch_tokens})": longest > 0
         and 10 * smaller <= 9 * micro_batch_tokens,
         "trainer.gradient_checkpointing=true": longest > 0 and not config.gradient_checkpointing,
         **{
-            f"trainer.gradient_checkpointing={name}": longest > 0 and config.gradient_checkpointing is True
+            f"trainer.gradient_checkpointing={name}": longest > 0
+            and config.gradient_checkpointing is True
             for name in sorted(RECOMPUTATIONS.names)
         },
         "trainer.offload_optimizer=true": on_gpu and not config.offload_optimizer,
@@ -96,4 +112,6 @@ def out_of_memory(
     }
     advice = "; or ".join(fix for fix, helps in fixes.items() if helps)
     asked = re.search(r"allocate [\d.]+ \w+", str(error))
-    return TrainerError(f"out of memory in the {work}{f' (could not {asked[0]})' if asked else ''}; set {advice}")
+    return TrainerError(
+        f"out of memory in the {work}{f' (could not {asked[0]})' if asked else ''}; set {advice}"
+    )

@@ -50,7 +50,9 @@ class TokenStatistics:
             return Highest()
     """
 
-    def of_tokens(self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor) -> Sequence[Tensor]:
+    def of_tokens(
+        self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor
+    ) -> Sequence[Tensor]:
         """Compute numbers of c tokens, [c] each, without gradient.
 
         Args:
@@ -81,7 +83,9 @@ def chosen_statistics(config: Config) -> TokenStatistics | None:
         made = make(config)
         if made is not None and chosen is not None:
             names = f"{type(chosen).__name__} and {type(made).__name__}"
-            raise ConfigError(f"{names} both take statistics of tokens, and only one can: turn one off")
+            raise ConfigError(
+                f"{names} both take statistics of tokens, and only one can: turn one off"
+            )
         chosen = made or chosen
     return chosen
 
@@ -118,25 +122,35 @@ def token_logprobs(
 
     def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, ...]:
         logits_cv = lm_head(hidden_ch).float()
-        logprobs_cv = (logits_cv if temperature == 1 else logits_cv / temperature).log_softmax(dim=-1)
+        logprobs_cv = (logits_cv if temperature == 1 else logits_cv / temperature).log_softmax(
+            dim=-1
+        )
         logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
         with torch.no_grad():
             probs_cv = logprobs_cv.exp()
             entropies_cv = torch.special.entr(probs_cv, out=probs_cv)  # −p log p, 0 where p is
             entropy_c = entropies_cv.sum(dim=-1)
-            others = statistics.of_tokens(logprobs_cv, entropies_cv, entropy_c) if statistics else ()
+            others = (
+                statistics.of_tokens(logprobs_cv, entropies_cv, entropy_c) if statistics else ()
+            )
         # Last: the backward pass computes again only what it needs.
         if entropy_gradient and torch.is_grad_enabled():
-            entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(dim=-1)
+            entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(
+                dim=-1
+            )
         return logprobs_c, entropy_c, *others
 
     chunks = []
     for start in range(0, num_calls * chunk_tokens, chunk_tokens):
         part = (hidden_nh[start : start + chunk_tokens], targets_n[start : start + chunk_tokens])
         if recomputes:
-            chunks.append(checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False))
+            chunks.append(
+                checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False)
+            )
         else:
             chunks.append(of_chunk(*part))
     zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_brh.device)
     columns_n = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    return tuple(zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt) for values_n in columns_n)
+    return tuple(
+        zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt) for values_n in columns_n
+    )

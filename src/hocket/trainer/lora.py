@@ -39,8 +39,23 @@ from hocket.trainer.weights import (
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
 # Settings of PEFT that say where an adapter is and how it was trained, besides its scale.
-PLAIN = {"r", "lora_alpha", "base_model_name_or_path", "target_modules", "layers_to_transform", "layers_pattern"}
-PLAIN |= {"exclude_modules", "task_type", "revision", "auto_mapping", "inference_mode", "lora_dropout", "peft_version"}
+PLAIN = {
+    "r",
+    "lora_alpha",
+    "base_model_name_or_path",
+    "target_modules",
+    "layers_to_transform",
+    "layers_pattern",
+}
+PLAIN |= {
+    "exclude_modules",
+    "task_type",
+    "revision",
+    "auto_mapping",
+    "inference_mode",
+    "lora_dropout",
+    "peft_version",
+}
 _NAME = "default"  # PEFT's name of the adapter, part of the parameters' names in memory
 
 log = logging.getLogger(__name__)
@@ -68,7 +83,9 @@ class Adapter(Weights):
 
         path = self.config.path
         settings = self._lora
-        linear = [name for name, _ in linear_layers(model) if part_of(name) == "language"]  # servers adapt no other
+        linear = [
+            name for name, _ in linear_layers(model) if part_of(name) == "language"
+        ]  # servers adapt no other
         known = sorted({name.rpartition(".")[2] for name in linear})
         if not known:
             raise ConfigError(
@@ -83,7 +100,11 @@ class Adapter(Weights):
                     f"only {', '.join(known)}"
                 )
         if sees(model.config):  # layers of its vision tower may be called the same
-            targets = [name for name in linear if f".{name}".endswith(tuple(f".{target}" for target in targets))]
+            targets = [
+                name
+                for name in linear
+                if f".{name}".endswith(tuple(f".{target}" for target in targets))
+            ]
         torch.manual_seed(seed)
         made = peft.LoraConfig(
             task_type="CAUSAL_LM",
@@ -103,12 +124,18 @@ class Adapter(Weights):
         )
 
     def notice(self, model: Any) -> None:
-        parts = [(name, part) for name, part in model.named_parameters() if part_of(name) == "language"]
-        experts = sum(part.numel() for name, part in parts if part.ndim == 3)  # of all experts in one tensor
+        parts = [
+            (name, part) for name, part in model.named_parameters() if part_of(name) == "language"
+        ]
+        experts = sum(
+            part.numel() for name, part in parts if part.ndim == 3
+        )  # of all experts in one tensor
         if experts:
             share = experts / sum(part.numel() for _, part in parts)
             fact = f"the experts of {self.config.path}, {share:.0%} of its weights, are none, so they stay as they are"
-            _warn(f"model.lora changes linear layers alone, and {fact}; leave model.lora out to train them")
+            _warn(
+                f"model.lora changes linear layers alone, and {fact}; leave model.lora out to train them"
+            )
 
     @contextmanager
     def base(self, model: Any) -> Iterator[None]:
@@ -120,9 +147,18 @@ class Adapter(Weights):
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
         named = {name.replace(f".{_NAME}.", "."): tensor for name, tensor in named.items()}
-        return {f"{_FILE_PREFIX}{published_name(model, name)}": tensor for name, tensor in named.items()}
+        return {
+            f"{_FILE_PREFIX}{published_name(model, name)}": tensor for name, tensor in named.items()
+        }
 
-    def write(self, folder: Path, model: Any, tokenizer: Any, published: dict[str, Tensor], dtype: torch.dtype) -> None:
+    def write(
+        self,
+        folder: Path,
+        model: Any,
+        tokenizer: Any,
+        published: dict[str, Tensor],
+        dtype: torch.dtype,
+    ) -> None:
         assert self.adapter is not None
         save(folder, self.adapter, published)
 
@@ -137,11 +173,22 @@ class Adapter(Weights):
             tensors = load_file(folder / WEIGHTS_FILE)
             scale = values["lora_alpha"] / values["r"]
             path = base or values["base_model_name_or_path"]
-        except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, SafetensorError) as error:
-            raise ConfigError(f"{folder} is not an adapter of a run with model.lora, or of PEFT: {error}") from error
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            ZeroDivisionError,
+            SafetensorError,
+        ) as error:
+            raise ConfigError(
+                f"{folder} is not an adapter of a run with model.lora, or of PEFT: {error}"
+            ) from error
         if odd := _more_than_products(values):
             advice = "merge it with PEFT's merge_and_unload"
-            raise ConfigError(f"{folder} has {', '.join(odd)}, which is more than export computes; {advice}")
+            raise ConfigError(
+                f"{folder} has {', '.join(odd)}, which is more than export computes; {advice}"
+            )
         _merge(tensors, scale, path, output)
 
 
@@ -164,7 +211,11 @@ def _more_than_products(values: dict[str, Any]) -> list[str]:
     import peft
 
     usual = {**peft.LoraConfig().to_dict(), "peft_type": "LORA"}  # type: ignore[no-untyped-call]
-    return sorted(f"{name}={values[name]}" for name in values.keys() - PLAIN if values[name] != usual.get(name))
+    return sorted(
+        f"{name}={values[name]}"
+        for name in values.keys() - PLAIN
+        if values[name] != usual.get(name)
+    )
 
 
 def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> None:
@@ -199,7 +250,9 @@ def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) ->
     with atomic_folder(output) as partial:
         generation = getattr(model, "generation_config", None)
         if generation is not None:
-            model.generation_config = transformers.GenerationConfig()  # save_pretrained refuses some
+            model.generation_config = (
+                transformers.GenerationConfig()
+            )  # save_pretrained refuses some
         model.save_pretrained(partial)
         model.generation_config = generation
         write_beside(partial, model, tokenizer, path)

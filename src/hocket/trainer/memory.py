@@ -1,6 +1,8 @@
-"""How much memory a step takes: estimated before loading, measured for micro_batch_tokens=auto on a GPU.
+"""How much memory a step takes.
 
-The estimate is good to about 15 % for the usual decoder, and too high with 16-bit autocast (ZeRO-0).
+It is estimated before models are loaded, and measured for trainer.micro_batch_tokens=auto on a GPU.
+The estimate is good to about 15 % for the usual decoder, and too high with 16-bit autocast
+(ZeRO-0).
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
 from hocket.trainer.weights import head_of, linear_layers, sees
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import Image, TokenSequence, TrainSample
 
 GIB = 1 << 30
 Models = Iterable[tuple[ModelConfig, Any]]  # each with its skeleton
@@ -37,11 +39,14 @@ LEAST_ROW = 1024  # positions; with fewer, to sum gradients takes longer than is
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 8  # per logit of a chunk, beside its log-softmax: two gradients in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
-_GATHERED = 1_000_000_000  # weights that ZeRO-3 has whole at most (DeepSpeed's stage3_max_live_parameters)
+_GATHERED = (
+    1_000_000_000  # weights that ZeRO-3 has whole at most (DeepSpeed's stage3_max_live_parameters)
+)
 
 
-# Bytes by ZeRO stage, and whether weights have 16 bits: for a trained parameter on each rank, and shared by the ranks;
-# for an element of a bucket that is reduced, and of its copy in float32.
+# Bytes of gradients, by ZeRO stage and whether weights have 16 bits:
+# for a trained parameter on each rank, and for one that is shared among the ranks;
+# for an element of a bucket that is reduced, and for its copy in float32.
 _GRADIENTS = {
     (0, False): (4, 0, 0, 0),
     (0, True): (4, 0, 0, 0),
@@ -84,10 +89,16 @@ def estimate(
     quantized: bool = False,
     row_tokens: float = math.inf,
 ) -> Estimate:
-    """Estimate a step's memory with a transformers model, on any device; with "auto", for a micro-batch of one chunk.
+    """Estimate a step's memory with a transformers model, which may be on any device.
 
-    `offloads`: the optimizer's state is off the device. `quantized`: frozen linear layers but the head have 4 bits.
-    `row_tokens`: as of `divide`; rows that share much take more than is estimated.
+    With trainer.micro_batch_tokens=auto it is that of a micro-batch of one chunk. Rows that share
+    much take more than is estimated.
+
+    Args:
+        stage: of ZeRO.
+        offloads: whether the optimizer's state is off the device.
+        quantized: whether frozen linear layers, except the head, have 4 bits.
+        row_tokens: positions after which rows are long enough, as in `divide`.
     """
     shape = Shape.of(model)
     zero = config.deepspeed.get("zero_optimization", {})
@@ -131,19 +142,29 @@ def estimate(
 
 
 def _frozen_in_layers(model: Any) -> int:
-    return sum(part.weight.numel() for _, part in linear_layers(model) if not part.weight.requires_grad)
+    return sum(
+        part.weight.numel() for _, part in linear_layers(model) if not part.weight.requires_grad
+    )
 
 
-def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
-    """Estimate the memory of a step; raise ConfigError where its ranks can't divide rows as they are asked to."""
+def needed(
+    models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool
+) -> Estimate:
+    """Estimate the memory of a step.
+
+    Raises ConfigError where the ranks can't divide rows as trainer.sequence_parallel wants it.
+    """
     parts = []
     for model, whole in models:
         if sees(whole.config) and config.sequence_parallel > 1:
-            raise ConfigError(f"trainer.sequence_parallel: images of {model.path} can't be divided; set 1")
-        for number, what in ((num_ranks, "ranks"), (Shape.of(whole).heads, f"attention heads of {model.path}")):
-            if number % config.sequence_parallel:
-                said = f"trainer.sequence_parallel={config.sequence_parallel} does not divide the {number} {what}"
-                raise ConfigError(f"{said}: set a divisor")
+            raise ConfigError(
+                f"trainer.sequence_parallel: images of {model.path} can't be divided; set 1"
+            )
+        counts = {"ranks": num_ranks, f"attention heads of {model.path}": Shape.of(whole).heads}
+        for name, count in counts.items():
+            if count % config.sequence_parallel:
+                size = f"trainer.sequence_parallel={config.sequence_parallel}"
+                raise ConfigError(f"{size} does not divide the {count} {name}: set a divisor")
         part = estimate(
             whole,
             config,
@@ -156,25 +177,33 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
         )
         parts.append(part)
     weights, gradients, optimizer, activations, logits = zip(*parts, strict=True)
-    most = {"activations": max(activations), "logits": max(logits)}  # the models run one after the other
-    return Estimate(weights=sum(weights), gradients=sum(gradients), optimizer=sum(optimizer), **most)
+    most = {
+        "activations": max(activations),
+        "logits": max(logits),
+    }  # the models run one after the other
+    return Estimate(
+        weights=sum(weights), gradients=sum(gradients), optimizer=sum(optimizer), **most
+    )
 
 
-def check(models: Models, config: TrainerConfig, dtype: torch.dtype, device: torch.device, num_ranks: int) -> Estimate:
+def check(
+    models: Models, config: TrainerConfig, dtype: torch.dtype, device: torch.device, num_ranks: int
+) -> Estimate:
     """Estimate the memory of a step; raise ConfigError where it clearly can't fit."""
     together = needed(models, config, dtype, num_ranks=num_ranks, on_gpu=device.type == "cuda")
     available = available_bytes(device)
     if together.total * (1 - _TOLERANCE) > available:
         raise ConfigError(
-            f"a step needs {together}; there are {_gib(available)}. For activations and logits, set "
-            "trainer.gradient_checkpointing=true and a smaller trainer.micro_batch_tokens; for the optimizer, "
-            "trainer.offload_optimizer=true on a GPU; for weights, trainer.zero_stage=3 on more ranks; or model.lora={}"
+            f"a step needs {together}; there are {_gib(available)}. For activations and logits, "
+            "set trainer.gradient_checkpointing=true and a smaller trainer.micro_batch_tokens; for "
+            "the optimizer, trainer.offload_optimizer=true on a GPU; for weights, "
+            "trainer.zero_stage=3 on more ranks; or model.lora={}"
         )
     return together
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank can still allocate; on a CPU, its share of the free memory."""
+    """Measure the bytes that this rank can still allocate; on a CPU, its part of what is free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -182,8 +211,9 @@ def available_bytes(device: torch.device) -> int:
 
 
 def row_tokens(shape: Shape, *, on_gpu: bool) -> float:
-    """Return after how many positions a row is long enough: on a CPU more take more memory, at no higher speed.
+    """Compute after how many positions a row is long enough; inf on a GPU.
 
+    On a CPU longer rows take more memory, at no higher speed.
     The C library gives large tensors back at once, and the kernel zeroes the pages of each new one.
     """
     if on_gpu:
@@ -191,10 +221,16 @@ def row_tokens(shape: Shape, *, on_gpu: bool) -> float:
     return max(LEAST_ROW, ROW_BYTES // (4 * shape.inner))
 
 
-def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
-    """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes of others.
+def fit_micro_batch(
+    learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int
+) -> int:
+    """Measure the largest micro-batch, in tokens, that fits into every rank's GPU.
 
-    k times as many tokens take at most k times the memory. `longest`: positions of the longest sequence.
+    k times as many tokens take at most k times the memory.
+
+    Args:
+        leaves: bytes that stay free for other processes.
+        longest: positions of the longest sequence.
     """
     size = CHUNK_TOKENS
     for learner in learners:  # the first run allocates what libraries keep
@@ -209,29 +245,41 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
             break
         size = fits
     raise TrainerError(
-        "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
-        "trainer.gradient_checkpointing=true, or take more ranks"
+        "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; "
+        "set trainer.gradient_checkpointing=true, or take more ranks"
     )
 
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
-    """Run made-up sequences, full of images if the model sees, with a gradient that is not finite: nothing changes."""
+    """Take a step on made-up sequences, full of images if the model sees.
+
+    Its gradient is not finite, so that the optimiser leaves the weights as they are.
+    """
     vision = learner.engine.module.vision
-    span = [0, *[vision.token] * vision.blank.length] if vision else [0]
+    span = [0]  # what sequences repeat: a token, and an image behind it if the model sees
+    if vision:
+        span += [vision.token] * vision.blank.length
     samples = []
     for start in range(0, num_positions, longest):
         length = min(longest, num_positions - start) + 1
-        zeros = (0.0,) * length
         count = (length - 1) // len(span)  # the last token is not read
         ids = span * count + [0] * (length - count * len(span))
-        starts = range(1, count * len(span), len(span)) if vision else ()
-        images = tuple(dataclasses.replace(vision.blank, start=start) for start in starts)
-        sequence = TokenSequence(token_ids=array("I", ids), mask=(True,) * length, logprobs=zeros, images=images)
-        samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
+        images: list[Image] = []
+        if vision:
+            starts = range(1, count * len(span), len(span))
+            images = [dataclasses.replace(vision.blank, start=start) for start in starts]
+        zeros = (0.0,) * length
+        sequence = TokenSequence(
+            token_ids=array("I", ids), mask=(True,) * length, logprobs=zeros, images=tuple(images)
+        )
+        columns = dict.fromkeys(learner.reads, zeros)
+        samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=columns))
     [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(make(ranks.device, ranks.part)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
-        raise TrainerError("a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number")
+        raise TrainerError(
+            "a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number"
+        )
 
 
 def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> int:

@@ -23,7 +23,9 @@ BatchLoss = Callable[..., LossOutput]
 (values_bt with gradient, batch)."""
 Measure = Callable[[TrainBatch], Tensor]
 """Computes a column of a batch: a [b, t] number per target, 0 where the mask is False."""
-AskServer = Callable[[Sequence[TokenSequence], str | None], Coroutine[Any, Any, Sequence[Sequence[float]]]]
+AskServer = Callable[
+    [Sequence[TokenSequence], str | None], Coroutine[Any, Any, Sequence[Sequence[float]]]
+]
 """(sequences, the servers' token) → a number per token, 0 where it was not sampled."""
 
 
@@ -36,7 +38,9 @@ class LoadingTrainer(Protocol):
     engine: DeepSpeedEngine  # of the policy
     learners: list[Learner]  # the policy, then the auxiliary models that a step trains
     tensors: list[Callable[[], Iterator[Tensor]]]  # of each model
-    columns: dict[str, Measure]  # that can be measured so far: "logprobs" of the policy, then auxiliaries'
+    columns: dict[
+        str, Measure
+    ]  # that can be measured so far: "logprobs" of the policy, then auxiliaries'
 
     def load_model(self, model: ModelConfig, kind: type[Policy]) -> Any:
         """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
@@ -47,7 +51,9 @@ class Auxiliary:
     """A column of numbers per token that an objective needs, measured before a step, with the model it takes."""
 
     column: str  # its name in `TrainSample.columns`
-    load: Callable[["LoadingTrainer"], Measure] | None = None  # adds what it loads to `learners` and `tensors`
+    load: Callable[["LoadingTrainer"], Measure] | None = (
+        None  # adds what it loads to `learners` and `tensors`
+    )
     ask: AskServer | None = None  # in place of `load`: rank 0 asks a server
     model: ModelConfig | None = None  # of its own
     learns: bool = False  # whether a step trains that model
@@ -73,7 +79,9 @@ class Objective:
         for auxiliary in self.auxiliaries:
             if auxiliary.model is not None:
                 whole = skeleton(auxiliary.model)
-                result.append((auxiliary.model, whole if auxiliary.learns else whole.requires_grad_(False)))
+                result.append(
+                    (auxiliary.model, whole if auxiliary.learns else whole.requires_grad_(False))
+                )
         return result
 
 

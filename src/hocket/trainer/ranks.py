@@ -40,7 +40,9 @@ class Ranks:
         self.is_main = self.rank == 0
         self.timeout_s = timeout_s
         self.part = WHOLE  # of the rows that it computes
-        self.destroy: Callable[[], None] = dist.destroy_process_group  # DeepSpeed has groups of its own
+        self.destroy: Callable[[], None] = (
+            dist.destroy_process_group
+        )  # DeepSpeed has groups of its own
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
@@ -64,14 +66,24 @@ class Ranks:
         with self.deadline("waiting for the other ranks to start"), self._patience():
             if self.size > 1:  # one alone needs no port
                 self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-                if self._store.add(f"hocket/rank_{self.rank}", 1) > 1:  # Kubernetes does so with a lost pod
-                    raise TrainerError(f"rank {self.rank} was started again, and the others wait for the first one")
-            dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
+                if (
+                    self._store.add(f"hocket/rank_{self.rank}", 1) > 1
+                ):  # Kubernetes does so with a lost pod
+                    raise TrainerError(
+                        f"rank {self.rank} was started again, and the others wait for the first one"
+                    )
+            dist.init_process_group(
+                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout
+            )
             self._reports = dist.new_group(backend="gloo", timeout=timeout)
-            self._commands = dist.new_group(backend="gloo", timeout=timeout if self.is_main else _NO_DEADLINE)
+            self._commands = dist.new_group(
+                backend="gloo", timeout=timeout if self.is_main else _NO_DEADLINE
+            )
         if self.size > 1:
             self._watcher.start()
-            atexit.register(self._stop_watching)  # a thread within the store's C++ would abort the process
+            atexit.register(
+                self._stop_watching
+            )  # a thread within the store's C++ would abort the process
 
     @contextlib.contextmanager
     def _patience(self) -> Iterator[None]:
@@ -141,7 +153,10 @@ class Ranks:
         except Exception as error:
             self._stop_watching()
             # of gloo they are plain, of torch subclasses
-            if not (isinstance(error, RuntimeError) and re.search("gloo|nccl|^Dist", repr(error), re.IGNORECASE)):
+            if not (
+                isinstance(error, RuntimeError)
+                and re.search("gloo|nccl|^Dist", repr(error), re.IGNORECASE)
+            ):
                 reason = f"rank {self.rank} failed: {type(error).__name__}: {error}"
                 with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
                     self._ask_store(lambda: self._store.compare_set(FAILURE, "", reason), GRACE_S)
@@ -149,7 +164,9 @@ class Ranks:
             with contextlib.suppress(RuntimeError):
                 failure = self._ask_store(self._failure, GRACE_S)
                 if failure is not None:
-                    raise TrainerError(f"rank {self.rank} stopped while {doing}, for {failure}") from error
+                    raise TrainerError(
+                        f"rank {self.rank} stopped while {doing}, for {failure}"
+                    ) from error
             raise TrainerError(
                 f"rank {self.rank} lost the other ranks while {doing}: {why_broken(error)}. Another rank has ended, "
                 f"and its output says why, or did not answer within 6 x sync.timeout_s = {self.timeout_s:g}"

@@ -47,7 +47,9 @@ def frozen(path: str | None, setting: str, model: ModelConfig) -> Auxiliary:
     """Return the log-probs of the whole model at `path`, or that the run starts from."""
     own = model.beside(path)
     if path is not None:
-        tokenizers.check_same_ids(model_folder.examine(own, setting, needs_weights=False), f"{setting}={path}", model)
+        tokenizers.check_same_ids(
+            model_folder.examine(own, setting, needs_weights=False), f"{setting}={path}", model
+        )
 
     def load(trainer: LoadingTrainer) -> Measure:
         frozen = FrozenModel(trainer.load_model(own, Policy), trainer.setup)
@@ -82,10 +84,14 @@ class _ScoreRequest(Request[_Scores]):
     return_tokens_as_token_ids: bool = True
 
 
-async def _ask(url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None) -> list[list[float]]:
+async def _ask(
+    url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
+) -> list[list[float]]:
     """Have a server score what was sampled, at temperature 1; ask again after a failure. `sha256`: of the tokenizer."""
     if any(sequence.images for sequence in sequences):
-        raise ConfigError(f"algorithm.reference={url}: a server scores no images; name a folder instead")
+        raise ConfigError(
+            f"algorithm.reference={url}: a server scores no images; name a folder instead"
+        )
     for wait_s in WAITS_S:
         try:
             return await _scores(url, sha256, sequences, token)
@@ -98,12 +104,16 @@ async def _ask(url: str, sha256: str, sequences: Sequence[TokenSequence], token:
     return await _scores(url, sha256, sequences, token)
 
 
-async def _scores(url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None) -> list[list[float]]:
+async def _scores(
+    url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
+) -> list[list[float]]:
     async with ServerClient(url, token=token) as server:
         health = await server.health()
         if health.tokenizer_sha256 != sha256:
             what = f"algorithm.reference={url} serves {health.model}, with another tokenizer than model.path"
-            raise ConfigError(f"{what}: the same ids are other tokens; serve one with the same tokenizer")
+            raise ConfigError(
+                f"{what}: the same ids are other tokens; serve one with the same tokenizer"
+            )
         return await asyncio.gather(*(_score(server, sequence) for sequence in sequences))
 
 

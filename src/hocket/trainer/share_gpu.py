@@ -12,7 +12,9 @@ from torch import Tensor
 
 _LIBRARIES = ("deepspeed.", "torch.optim.", "bitsandbytes.")  # whose objects are searched too
 _REST = 1 << 20
-Offloaded = Sequence[tuple[torch.UntypedStorage, Sequence[Tensor]]]  # emptied storages, each with its bytes on the CPU
+Offloaded = Sequence[
+    tuple[torch.UntypedStorage, Sequence[Tensor]]
+]  # emptied storages, each with its bytes on the CPU
 
 
 def tensors_in(*roots: Any) -> Iterator[Tensor]:
@@ -43,7 +45,10 @@ def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
     for storage in here:  # one that several tensors share is empty from the second on
         if storage.nbytes() and storage.resizable():
             pieces = _bytes(storage, device).split_with_sizes(sizes(storage.nbytes()))
-            hosts = [torch.empty(len(piece), dtype=torch.uint8, pin_memory=device.type == "cuda") for piece in pieces]
+            hosts = [
+                torch.empty(len(piece), dtype=torch.uint8, pin_memory=device.type == "cuda")
+                for piece in pieces
+            ]
             for host, piece in zip(hosts, pieces, strict=True):
                 host.copy_(piece)
             storage.resize_(0)
@@ -56,9 +61,13 @@ def onload(moved: Offloaded, device: torch.device) -> None:
     for storage, hosts in moved:
         lengths = [len(host) for host in hosts]
         storage.resize_(sum(lengths))
-        for host, piece in zip(hosts, _bytes(storage, device).split_with_sizes(lengths), strict=True):
+        for host, piece in zip(
+            hosts, _bytes(storage, device).split_with_sizes(lengths), strict=True
+        ):
             piece.copy_(host, non_blocking=True)
-    torch.get_device_module(device).synchronize(device)  # the copies have read what may now be freed
+    torch.get_device_module(device).synchronize(
+        device
+    )  # the copies have read what may now be freed
 
 
 def sizes(num_bytes: int) -> list[int]:
@@ -66,7 +75,9 @@ def sizes(num_bytes: int) -> list[int]:
 
     With pinned_max_round_threshold_mb, torch 2.13 may cache memory that is too short.
     """
-    powers = [1 << bit for bit in reversed(range(num_bytes.bit_length())) if num_bytes & 1 << bit >= _REST]
+    powers = [
+        1 << bit for bit in reversed(range(num_bytes.bit_length())) if num_bytes & 1 << bit >= _REST
+    ]
     return [*powers, num_bytes % _REST]
 
 

@@ -66,6 +66,8 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     saved = SavedTensors(folder)
     prefix = f"{POLICY}/{MASTER}/{PREFIX}"
     tensors = {
-        name.removeprefix(prefix): saved.read(name).to(dtype) for name in saved.shapes() if name.startswith(prefix)
+        name.removeprefix(prefix): saved.read(name).to(dtype)
+        for name in saved.shapes()
+        if name.startswith(prefix)
     }
     WEIGHTS.get(config.weights)(config).make_model(tensors, dtype, output)

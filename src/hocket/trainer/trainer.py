@@ -26,8 +26,9 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.observe.metrics import over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
-from hocket.trainer import attention, batching, choices, flops, guards, memory, share_gpu
-from hocket.trainer.batching import Make, TrainBatch
+from hocket.trainer import attention, batching, choices, flops, guards, memory, packing, share_gpu
+from hocket.trainer.all_ranks import AWAY, PerRank, Together, on_all_ranks
+from hocket.trainer.batching import PackedRow, TrainBatch
 from hocket.trainer.engine import POLICY, DeepSpeedEngine, Setup, in_buckets, whole_shape
 from hocket.trainer.flops import Shape
 from hocket.trainer.logprobs import CHUNK_TOKENS
@@ -38,14 +39,11 @@ from hocket.trainer.state import BUCKET_BYTES, SavedTensors
 from hocket.trainer.step import Learner, Update, accumulate, update
 from hocket.types import Columns, TokenSequence, TrainSample
 
-Share = Sequence[Make]
-"""Functions that build the micro-batches of one rank."""
+Share = Sequence[PackedRow]
+"""The micro-batches of one rank."""
 Sink = Callable[[Any], None]
 """Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
 EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
-AWAY = "it is off the GPU; call onload() first"
-BROKEN = "it broke in an earlier call"
-CLOSED = "it is closed"
 NO_UPDATE = {
     "stopped": "stop_kl ended the step before its update",
     "skipped": "its update was not finite",
@@ -53,40 +51,13 @@ NO_UPDATE = {
 }
 
 
-class PerRank(tuple[Any, ...]):
-    """An argument of a common method of which rank r gets item r."""
+class Trainer(Together):
+    """Trains the model, on one rank or on several together.
 
+    Every rank makes a Trainer. Rank 0 calls its methods, from one thread at a time; the others
+    `follow`. all_ranks.py says how.
 
-def on_all_ranks(method: Callable[..., Any]) -> Any:
-    """Decorate a method of Trainer that all ranks run together when rank 0 calls it.
-
-    Positional arguments go to every rank; keyword arguments stay on rank 0. The result is rank 0's.
-    """
-    work = method.__name__
-
-    @functools.wraps(method)
-    def call(self: "Trainer", *args: Any, **local: Any) -> Any:
-        if self._refusal:  # before the others start: the error leaves all ranks usable
-            raise TrainerError(f"the trainer can't {work.strip('_')}: {self._refusal}")
-        self._refusal = BROKEN  # until the work has ended well
-        self.ranks.send([(work, _arguments_of(rank, args)) for rank in range(self.ranks.size)])
-        result = self._run(work, _arguments_of(0, args), local)
-        self._refusal = ""
-        return result
-
-    return call
-
-
-def _arguments_of(rank: int, args: Sequence[Any]) -> list[Any]:
-    return [arg[rank] if isinstance(arg, PerRank) else arg for arg in args]
-
-
-class Trainer(contextlib.AbstractContextManager["Trainer"]):
-    """Trains the model. Every rank constructs it; rank 0 calls its methods, from one thread at a time; others `follow`.
-
-    An error within a common method ends all ranks. `objective`: default the algorithm's; a caller's `ranks` stay open.
-
-    Example:
+    Example: one update, and the trained model as files.
 
         with Trainer(config) as trainer:
             if trainer.ranks.is_main:
@@ -94,19 +65,26 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 trainer.export(Path("my-model"))
             else:
                 trainer.follow()
+
+    Args:
+        objective: default: that of the config's algorithm.
+        ranks: default: those of this process's launcher. A caller's own stay open at the end.
     """
 
-    def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None
+    ) -> None:
         self._config = config
         self._objective = objective or configured(config)
-        self._owns_ranks = ranks is None
-        threads = cpu_threads(config.model.path, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self.ranks = ranks or Ranks(config.sync.collective_timeout_s, threads)
+        # The processes of this machine share its cores.
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        threads = cpu_threads(config.model.path, processes=processes)
+        super().__init__(
+            ranks or Ranks(config.sync.collective_timeout_s, threads), owns_ranks=ranks is None
+        )
         self.device = self.ranks.device
-        # Why nothing can be done now.
-        self._refusal = "" if self.ranks.is_main else f"this is rank {self.ranks.rank}, and ranks above 0 only follow"
         self._skipped_in_row = 0
-        self.untrained: dict[int, str] = {}  # groups that the last step has not trained, with the reason
+        self.untrained: dict[int, str] = {}  # groups that the last step has not trained: why
         self.micro_batch_tokens = CHUNK_TOKENS  # of the first rehearsal
         self.fitted_for: int | None = None  # hash of what micro_batch_tokens=auto depends on
         self._longest = 1  # positions of this rank's longest sequence in the current work
@@ -117,21 +95,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         settings = config.trainer.unmeasured() if self.device.type == "cpu" else config.trainer
         try:
             self.tokenizer = tokenizers.load(config.model.path)
-            self.setup = Setup(config=settings, dtype=compute_dtype(config.model, self.device), ranks=self.ranks)
-            with self.ranks.deadline("loading the models"), self._naming_memory("start"):
+            self.setup = Setup(
+                config=settings, dtype=compute_dtype(config.model, self.device), ranks=self.ranks
+            )
+            with self.ranks.deadline("loading the models"), self.explaining("start"):
                 self._load()
         except BaseException:
-            if self._owns_ranks:
+            if self.owns_ranks:
                 self.ranks.destroy()
             raise
         self.adapter = self.policy.weights.adapter
-
-    def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except TrainerError:
-            if cause is None:  # else it follows from the cause
-                raise
 
     # Loading
 
@@ -144,7 +117,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         # Refuse what the memory has no room for, before anything is loaded.
         models = self._objective.models(self._config.model)
-        self.estimate = memory.check(models, settings, self.setup.dtype, self.device, self.ranks.size)
+        self.estimate = memory.check(
+            models, settings, self.setup.dtype, self.device, self.ranks.size
+        )
         self.flops = flops.model_flops(models[0][1])
 
         self.ranks.part = attention.WHOLE
@@ -157,7 +132,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         shape = Shape.of(self.policy.model)
         self._row_tokens = memory.row_tokens(shape, on_gpu=self.device.type != "cpu")
         pairs = math.inf if self.device.type == "cuda" else self.flops.pairs
-        packer = batching.chosen_packer(settings.share_prefixes, pairs=pairs, key_share=shape.key_share)
+        packer = packing.chosen_packer(
+            settings.share_prefixes, pairs=pairs, key_share=shape.key_share
+        )
         self._packing: dict[str, Any] = {"unit": self._objective.unit, "packer": packer}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(self.device, self.setup.dtype)])
 
@@ -183,23 +160,29 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
 
     def _check_plugins(self) -> None:
-        """Raise ConfigError on rank 0 where another has imported other files: gradients would differ."""
+        """Raise ConfigError on rank 0 where another has imported other files.
+
+        Their gradients would not be of the same loss.
+        """
         hashes = [plugin.sha256 for plugin in load_plugins(self._config.plugins)]
         if any(others != hashes for others in self.ranks.gather(hashes)):
-            raise ConfigError("a file under plugins is not the same for all ranks: copy that of rank 0 to every host")
+            raise ConfigError(
+                "a file under plugins is not the same for all ranks: "
+                "copy that of rank 0 to every host"
+            )
 
     def load_model(self, model: ModelConfig, kind: type[Policy]) -> Any:
         """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
         algorithm = self._config.algorithm
         settings = self.setup.config
+        objective_takes = choose("objective", algorithm.objective).given
         return kind(
             model,
             dtype=self.setup.parameter_dtype(),
             temperature=self._objective.temperature,
             gradient_checkpointing=settings.gradient_checkpointing,
             kernels=settings.kernels,
-            entropy_gradient=algorithm.entropy_coef > 0
-            or "entropy_bt" in choose("objective", algorithm.objective).given,
+            entropy_gradient=algorithm.entropy_coef > 0 or "entropy_bt" in objective_takes,
             seed=settings.seed,
             loads=self.ranks.is_main or self.setup.stage < 3,
         )
@@ -211,34 +194,19 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         used = config.model_dump_json(
             include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
         )
-        self.fitted_for = seed_of(used, leaves, self.ranks.size, torch.cuda.get_device_name(self.device))
+        self.fitted_for = seed_of(
+            used, leaves, self.ranks.size, torch.cuda.get_device_name(self.device)
+        )
         longest = tokenizers.context_length(config.model) - 1
         return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
 
-    # Running together
-
-    def follow(self) -> None:
-        """Do what rank 0 sends until it closes. Raise TrainerError if rank 0 dies."""
-        work = ""
-        while work != "_close":
-            work, args = self.ranks.receive()
-            self._run(work, args, {})
-        self._leave()
-
-    def _run(self, work: str, args: Sequence[Any], local: Mapping[str, Any]) -> Any:
-        """Run this rank's part of a common method."""
+    def run_part(self, work: str, args: Sequence[Any], local: Mapping[str, Any]) -> Any:
         self._longest = 0
-        self.ranks.use_this_thread()
-        name = work.strip("_")
-        start = time.perf_counter()
-        with self.ranks.deadline(f"doing the common {name}"), self._naming_memory(name):
-            result = getattr(type(self), work).__wrapped__(self, *args, **local)
-        note(name, start, who=f"trainer, rank {self.ranks.rank}")
-        return result
+        return super().run_part(work, args, local)
 
     @contextlib.contextmanager
-    def _naming_memory(self, work: str) -> Iterator[None]:
-        """Say of an error for lack of memory which work it was and which settings need less."""
+    def explaining(self, work: str) -> Iterator[None]:
+        """Say of an error for lack of memory which settings need less."""
         try:
             yield
         except Exception as error:
@@ -253,24 +221,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 on_gpu=self.device.type == "cuda",
             ) from error
 
-    def close(self) -> None:
-        """Release all ranks; after a failure in common work only a single one."""
-        if self._refusal in ("", AWAY):
-            self._refusal = ""
-            self._close()
-            self._refusal = CLOSED
-            self._leave()
-        elif self._refusal == BROKEN and self._owns_ranks and self.ranks.size == 1:  # this process may train again
-            self.ranks.destroy()
-
-    @on_all_ranks
-    def _close(self) -> None:
+    def release(self) -> None:
         for learner in self.learners:
             learner.engine.close()
-
-    def _leave(self) -> None:
-        if self._owns_ranks:
-            self.ranks.close()
 
     # Sizes
 
@@ -284,7 +237,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if self.fitted_for is None:
             return line
         tokens = self.micro_batch_tokens
-        return f"{line}; trainer.micro_batch_tokens=auto is {tokens}: sequences of up to {tokens + 1} tokens have room"
+        fits = f"sequences of up to {tokens + 1} tokens have room"
+        return f"{line}; trainer.micro_batch_tokens=auto is {tokens}: {fits}"
 
     @property
     def policy_learns(self) -> bool:
@@ -292,11 +246,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return self.learners[0].learns()
 
     def check_fits(self, samples: Sequence[TrainSample]) -> None:
-        """Raise TrainerError for one that no micro-batch has room for, or if none has a trained token."""
-        batching.check_fits(samples, self.micro_batch_tokens, **self._packing)
+        """Raise TrainerError for samples without a trained token, or too long for a micro-batch."""
+        packing.check_fits(samples, self.micro_batch_tokens, **self._packing)
 
     def _shares(self, samples: Sequence[TrainSample]) -> PerRank:
-        """Divide samples among the ranks."""
+        """Divide samples among the ranks: rank r gets the micro-batches of item r."""
         self.check_fits(samples)
         copies = self._config.trainer.sequence_parallel
         shares = batching.divide(
@@ -307,7 +261,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             cost=functools.cache(lambda length: flops.step_flops(self.flops, [length], length)),
             **self._packing,
         )
-        return PerRank(share for share in shares for _ in range(copies))
+        # Ranks that compute rows together are neighbours, and get the same ones.
+        share_of_rank = []
+        for share in shares:
+            share_of_rank += [share] * copies
+        return PerRank(share_of_rank)
 
     def _built(self, share: Share) -> list[TrainBatch]:
         """Build this rank's micro-batches."""
@@ -325,10 +283,15 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         keep: Path | None = None,
         max_gap: float = math.inf,
     ) -> dict[str, float]:
-        """Take one update for each mini-batch of step `number`; return the means of their metrics.
+        """Take one update for each mini-batch of a step; returns the means of their metrics.
 
-        One that is not finite is skipped, its samples written to `keep`; too many steps of these raise TrainerError.
-        `max_gap`: of the servers' log-probs, above which sync.on_mismatch=stop raises SyncError before any update.
+        An update that is not finite is skipped. Too many steps of these raise TrainerError.
+
+        Args:
+            number: of the step; the mini-batches depend on it.
+            keep: file that the samples of a skipped update are written to.
+            max_gap: between log-probs of trainer and servers; with sync.on_mismatch=stop a larger
+                one raises SyncError before any update.
         """
         self.check_fits(samples)
         start = time.perf_counter()
@@ -341,7 +304,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         seed = seed_of(self._config.trainer.seed, "minibatches", number)
         objective = self._objective
         bound = max_gap if self._config.sync.on_mismatch == "stop" else math.inf
-        for places in batching.minibatches(groups, epochs=objective.epochs, count=objective.minibatches, seed=seed):
+        parts = batching.minibatches(
+            groups, epochs=objective.epochs, count=objective.minibatches, seed=seed
+        )
+        for places in parts:
             part = [samples[place] for place in places]
             done, measured = self._update(self._shares(part), bound)
             bound = math.inf  # later ones compare other weights
@@ -355,8 +321,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                     guards.keep_batch(keep, part, faults[-1], self.tokenizer.decode)
             if measured.get("train/policy_kl", 0.0) > stop_kl:
                 break
-        self.untrained = {group: NO_UPDATE[how] for group, how in outcomes.items() if how != "updated"}
+        self.untrained = {}
+        for group, outcome in outcomes.items():
+            if outcome != "updated":
+                self.untrained[group] = NO_UPDATE[outcome]
         self.end_step()
+
+        # The metrics of the step.
         seconds = note("time/train", start)
         measured = over_updates(metrics, seconds, by_batch="old_logprobs" in self.columns)
         measured |= {"train/learning_rate": learning_rate, "time/train": seconds}
@@ -364,14 +335,14 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             self._count_skipped(faults[-1], keep)
         elif measured["train/skipped"] < 1:  # else by too high a loss scale
             self._skipped_in_row = 0
-        if measured["train/mfu"] > 1:  # the peak was measured while others used the cores
+        if measured["train/mfu"] > 1:  # the peak was measured while other processes used the cores
             self.peak_flops *= measured["train/mfu"]
             measured["train/mfu"] = 1.0
         return measured
 
     @on_all_ranks
     def _update(self, share: Share, max_gap: float) -> tuple[list[Update], dict[str, float]]:
-        """Update every learner; return its metrics, too."""
+        """Update the policy and the other learners; returns also the metrics by name."""
         batches = self._built(share)
         loss_scale = self.engine.loss_scale
         done = [update(learner, batches, self.ranks, max_gap) for learner in self.learners]
@@ -393,9 +364,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
-        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
-        for one in done:
-            named |= one.learner.metrics(one)
+        named = {}
+        for name, value in metrics.items():
+            named[name if "/" in name else f"train/{name}"] = value
+        for learnt in done:
+            named |= learnt.learner.metrics(learnt)
         return done, named
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
@@ -404,18 +377,28 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if len(columns) == 1:  # of a scalar model
             return output
         metrics = {"entropy": columns[1].detach().sum() / batch.num_tokens_global}
-        return LossOutput(loss=output.loss, metrics=metrics | self._sums(batch, columns) | dict(output.metrics))
+        metrics |= self._sums(batch, columns)
+        metrics |= output.metrics
+        return LossOutput(loss=output.loss, metrics=metrics)
 
     def _sums(self, batch: TrainBatch, columns: Sequence[Tensor]) -> dict[str, Tensor]:
         statistics = self._objective.statistics
         return statistics.sums(batch, *columns) if statistics else {}
 
     def _work_of(self, batches: Sequence[TrainBatch]) -> list[float]:
-        """Count the positions of this rank's sequences, those computed, and the layers' operations for these."""
-        rows = [batch.segments for batch in batches if batch.places]
-        ends = [end for row in rows for end in row.ends]
-        starts = [start for row in rows for start in row.starts]
-        positions = sum(sum(batch.lengths) for batch in batches if batch.places)
+        """Count what this rank's micro-batches are.
+
+        Returns the positions of their sequences, those that are computed, and the operations of
+        the layers for these.
+        """
+        positions = 0
+        ends: list[int] = []
+        starts: list[int] = []
+        for batch in batches:
+            if batch.places:  # no blank
+                positions += sum(batch.lengths)
+                ends += batch.segments.ends
+                starts += batch.segments.starts
         operations = flops.step_flops(self.flops, ends, 0) - flops.step_flops(self.flops, starts, 0)
         return [positions, sum(ends) - sum(starts), operations]
 
@@ -427,7 +410,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     @on_all_ranks
     def end_step(self) -> None:
         """Count a step of the run, with a signal or without: the learning rate goes by steps."""
-        for learner in self.learners:  # the policy first: whether it learns depends on the steps of the others
+        # The policy first: whether it learns depends on the steps of the others.
+        for learner in self.learners:
             learner.engine.num_steps += learner.learns()
         if self.device.type == "cpu":
             return_freed_memory()
@@ -437,28 +421,37 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def _send_spans(self) -> None:
         """Send rank 0 what the other ranks did, by the clock of their machines."""
         unix = time.time() - time.perf_counter()
-        spans = [span._replace(start=span.start + unix, end=span.end + unix) for span in self._spans]
+        spans = [
+            span._replace(start=span.start + unix, end=span.end + unix) for span in self._spans
+        ]
         self._spans.clear()
-        for span in itertools.chain(*self.ranks.gather(spans)):
-            note(span.name, span.start - unix, span.end - unix, span.who)
+        for spans_of_rank in self.ranks.gather(spans):
+            for span in spans_of_rank:
+                note(span.name, span.start - unix, span.end - unix, span.who)
 
     def _count_skipped(self, fault: str, keep: Path | None) -> None:
         self._skipped_in_row += 1
         if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
             raise TrainerError(
-                f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
-                f"the first fault of the last one (the samples: {keep}): {fault}"
+                f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient "
+                f"was not finite; the first fault of the last one (the samples: {keep}): {fault}"
             )
 
     # Measuring without a step
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
-        """Measure the columns that the algorithm needs of each sequence before the step; [] where it needs none."""
+        """Measure the columns of each sequence that the algorithm needs before the step.
+
+        Returns one mapping for each sequence, or [] where the algorithm needs none.
+        """
         auxiliaries = self._objective.auxiliaries
         if not auxiliaries:
             return []
         columns: list[Columns] = [{} for _ in sequences]
-        used = [place for place, sequence in enumerate(sequences) if is_measured(sequence, self._config.algorithm)]
+        used = []
+        for place, sequence in enumerate(sequences):
+            if is_measured(sequence, self._config.algorithm):
+                used.append(place)
         samples = []
         for place in used:
             zeros = (0.0,) * len(sequences[place].token_ids)
@@ -469,9 +462,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 columns[used[index]] = measured
             for auxiliary in auxiliaries:
                 if auxiliary.ask:
-                    answers = run(auxiliary.ask([sequences[place] for place in used], self._config.token))
+                    asked_for = [sequences[place] for place in used]
+                    answers = run(auxiliary.ask(asked_for, self._config.token))
                     for place, values in zip(used, answers, strict=True):
-                        columns[place] = {**columns[place], auxiliary.column: values}
+                        columns[place] = dict(columns[place]) | {auxiliary.column: values}
         return columns
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[Sequence[float]]:
@@ -486,15 +480,19 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     @on_all_ranks
     @torch.no_grad()
     def _numbers(self, share: Share, names: Sequence[str] | None) -> dict[int, Columns]:
-        """Compute columns by the sample's place, on rank 0 for all; None: the policy's log-probs and entropy."""
+        """Compute the columns of samples by their places; on rank 0 those of all ranks.
+
+        `names`: of the columns; None: the policy's log-probs and entropy.
+        """
         numbers: dict[int, Columns] = {}
         for batch in self._built(share):
             if names is None:
-                columns = dict(zip(("logprobs", "entropy"), self.engine.forward(batch), strict=False))
+                measured = self.engine.forward(batch)
+                columns = dict(zip(("logprobs", "entropy"), measured, strict=False))
             else:
                 columns = {name: self.columns[name](batch) for name in names}
             numbers |= batching.unpack(batch, columns)
-        if self.ranks.part.number:  # other ranks of the same rows send the same
+        if self.ranks.part.number:  # of the ranks that compute a row together, the first sends all
             numbers = {}
         together: dict[int, Columns] = {}
         for of_rank in self.ranks.gather(numbers):
@@ -511,9 +509,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return accumulate(idle, self._built(share), self.ranks, math.inf)
 
     def compare(self, samples: Sequence[TrainSample]) -> tuple[float, dict[str, float]]:
-        """Return the mean |trainer − engine log-prob| over sampled tokens, which no sample is without.
+        """Compare the log-probs of the trainer with those of the server's engine.
 
-        Also returns the sums of the objective's `statistics`.
+        Every sample has a sampled token. Returns the mean |difference| over all sampled tokens,
+        and the sums of the objective's `statistics`.
         """
         sums = dict(self._compare(self._shares(samples)))
         return sums.pop("gap") / sums.pop("tokens"), sums
@@ -526,14 +525,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         for batch in self._built(share):
             columns = self.engine.forward(batch)
             gap_bt = (columns[0] - batch.rollout_logprobs_bt).abs().double()
-            sums = {"tokens": batch.mask_bt.double().sum(), "gap": gap_bt.sum(), **self._sums(batch, columns)}
+            sums = {"tokens": batch.mask_bt.double().sum(), "gap": gap_bt.sum()}
+            sums |= self._sums(batch, columns)
             names = list(sums)
             rows.append(torch.stack(list(sums.values())))
-        return dict(zip(names, self.ranks.total(torch.stack(rows).sum(dim=0).tolist()), strict=True))
+        totals = self.ranks.total(torch.stack(rows).sum(dim=0).tolist())
+        return dict(zip(names, totals, strict=True))
 
     @on_all_ranks
     def forget(self) -> None:
-        """Let go of models beside the policy that don't learn, once they have measured for the last time."""
+        """Let go of auxiliary models that don't learn, once they won't measure any more."""
         for auxiliary in self._objective.auxiliaries:
             self.columns.pop(auxiliary.column, None)  # a server's was never there
         del self.tensors[len(self.learners) :]
@@ -542,7 +543,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     # Weights
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
-        """Write the weights as published; return the specs of the tensors in memory."""
+        """Write the weights as published; returns the specs of the tensors in memory."""
         named: list[tuple[str, Tensor]] = []
 
         def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -573,7 +574,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     # Checkpoints
 
     def state(self, sink: Sink) -> dict[str, Any]:
-        """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; return the rest for JSON."""
+        """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; returns the rest."""
         with _deferring(sink) as take:
             engines = self._state(sink=take)
         return {
@@ -592,7 +593,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return {learner.name: learner.engine.counters() for learner in self.learners}
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
-        """Restore what `state` gave; raise TrainerError, before anything changes, for another model's."""
+        """Restore what `state` gave.
+
+        Raises TrainerError, before anything changes, for the state of another model.
+        """
         expected: dict[str, tuple[int, ...]] = {}
         for learner in self.learners:
             expected |= learner.engine.shapes()
@@ -601,7 +605,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._skipped_in_row = rest["skipped_in_row"]
 
     @on_all_ranks
-    def _restore(self, rest: Mapping[str, Any], *, read: Callable[[str], Tensor] | None = None) -> None:
+    def _restore(
+        self, rest: Mapping[str, Any], *, read: Callable[[str], Tensor] | None = None
+    ) -> None:
         for learner in self.learners:
             learner.engine.restore(read, rest["engines"][learner.name])
         size = rest["micro_batch"]
@@ -612,9 +618,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def offload(self) -> None:
         """Move all training state to CPU memory."""
-        if self._refusal != AWAY:
+        if self.refusal != AWAY:
             self._offload()
-            self._refusal = AWAY
+            self.refusal = AWAY
 
     @on_all_ranks
     def _offload(self) -> None:
@@ -623,8 +629,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def onload(self) -> None:
         """Move it back, bit for bit."""
-        if self._refusal == AWAY:
-            self._refusal = ""
+        if self.refusal == AWAY:
+            self.refusal = ""
             self._onload()
 
     @on_all_ranks

@@ -1,7 +1,8 @@
-"""Models that see images: what a row's images are to the forward pass. A text model has no use for this file.
+"""Give the images of a row to the forward pass; text models don't use this file.
 
-The processor runs where a row is computed: until then images are the bytes of their files. Positions of M-RoPE depend
-on a whole sequence with its images: each has its own, and a row those of the part that it has of it.
+The processor runs where a row is computed: until then images are the bytes of their files.
+Positions of M-RoPE depend on a whole sequence with its images: they are computed for the sequence,
+and the row takes those of the tokens that it has.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ BLANK_PIXELS = 32  # of a side
 class Vision:
     """Makes the arguments of a model's forward pass, its images among them.
 
-    A row without one gets a blank behind it: the vision tower's part in what ranks do together is the same on each.
+    A row without an image gets a blank one behind it: so every rank runs its vision tower, and
+    takes part in the sums of its gradients.
     """
 
     def __init__(self, path: str, model: Any) -> None:
@@ -33,21 +35,28 @@ class Vision:
         self.blank = Image(file=blank, name="", start=2, length=0, placeholder=self.token)
 
     def look(self, model: Any) -> Image:
-        """Return the blank, behind two tokens, once it is known how many it has: before any other forward pass."""
+        """Count the tokens of the blank image; call this before any other forward pass.
+
+        Returns the blank as an image that stands behind two tokens.
+        """
         device = model.get_input_embeddings().weight.device
-        features = model.base_model.get_image_features(**self._pixels([self.blank], device)).pooler_output
+        features = model.base_model.get_image_features(
+            **self._pixels([self.blank], device)
+        ).pooler_output
         self.blank = dataclasses.replace(self.blank, length=len(torch.cat(list(features))))
         return self.blank
 
     def alone(self, model: Any, ids_bt: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Return the arguments for a sequence with nothing beside it, as transformers takes them."""
+        """Make the arguments for a sequence without a row, as transformers takes them."""
         inputs = {"input_ids": ids_bt, **self._pixels(images, ids_bt.device)}
         if _has_mrope(model):
             inputs["mm_token_type_ids"] = (ids_bt == self.token).int()
         return inputs
 
-    def inputs(self, model: Any, ids_br: Tensor, segments: Segments, images: Sequence[Image]) -> dict[str, Any]:
-        """Return the arguments for a row, and, if it has no image, the blank behind it."""
+    def inputs(
+        self, model: Any, ids_br: Tensor, segments: Segments, images: Sequence[Image]
+    ) -> dict[str, Any]:
+        """Make the arguments for a row; behind one without an image, the blank."""
         if not images:
             images = [dataclasses.replace(self.blank, start=ids_br.shape[1])]
             ids_br = torch.cat([ids_br, ids_br.new_full((1, self.blank.length), self.token)], dim=1)
@@ -55,22 +64,34 @@ class Vision:
         pixels = self._pixels(images, ids_br.device)
         positions = segments.positions_br
         if _has_mrope(model):
-            positions = self._mrope(model, ids_br[0].cpu(), segments, images, pixels["image_grid_thw"].cpu())
+            positions = self._mrope(
+                model, ids_br[0].cpu(), segments, images, pixels["image_grid_thw"].cpu()
+            )
         return segments.inputs(ids_br) | {"position_ids": positions.to(ids_br.device), **pixels}
 
     def _mrope(
-        self, model: Any, ids_r: Tensor, segments: Segments, images: Sequence[Image], grids_n3: Tensor
+        self,
+        model: Any,
+        ids_r: Tensor,
+        segments: Segments,
+        images: Sequence[Image],
+        grids_n3: Tensor,
     ) -> Tensor:
-        """Return the positions of time, height and width, [3, 1, row]."""
-        seen = torch.arange(len(ids_r)) if segments.shared is None else segments.shared
+        """Compute the positions of time, height and width, [3, 1, row]."""
+        key_places = segments.key_places
+        if key_places is None:
+            key_places = torch.arange(len(ids_r))
         starts_n = torch.tensor([image.start for image in images])
-        own = []
-        for places, length in zip(torch.split(seen, list(segments.ends)), segments.lengths, strict=True):
+        positions = []
+        for places, length in zip(
+            torch.split(key_places, list(segments.ends)), segments.lengths, strict=True
+        ):
             grids = grids_n3[torch.isin(starts_n, places)]
             ids_bt = ids_r[places][None]
-            found, _ = model.base_model.get_rope_index(ids_bt, (ids_bt == self.token).int(), image_grid_thw=grids)
-            own.append(found[..., -length:])
-        return torch.cat(own, dim=-1)
+            is_image_bt = (ids_bt == self.token).int()
+            whole, _ = model.base_model.get_rope_index(ids_bt, is_image_bt, image_grid_thw=grids)
+            positions.append(whole[..., -length:])
+        return torch.cat(positions, dim=-1)
 
     def _pixels(self, images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
         made = self._processor([[decoded(image.data) for image in images]], return_tensors="pt")
@@ -82,9 +103,11 @@ def _has_mrope(model: Any) -> bool:
 
 
 def _with_one_more(segments: Segments, length: int) -> Segments:
-    """Return segments with one behind them that shares nothing."""
-    shared = segments.shared
-    if shared is not None:
-        shared = torch.cat([shared, sum(segments.lengths) + torch.arange(length)])
+    """Add a segment behind the others that shares no prefix."""
+    key_places = segments.key_places
+    if key_places is not None:
+        key_places = torch.cat([key_places, sum(segments.lengths) + torch.arange(length)])
     starts = (*segments.starts, 0) if segments.starts else ()
-    return dataclasses.replace(segments, lengths=(*segments.lengths, length), starts=starts, shared=shared)
+    return dataclasses.replace(
+        segments, lengths=(*segments.lengths, length), starts=starts, key_places=key_places
+    )

@@ -45,7 +45,9 @@ SCORE = "score.weight"  # of a sequence classifier
 class Weights:
     """All weights of a model; WEIGHTS has the other kinds."""
 
-    adapter: AdapterConfig | None = None  # what servers must know of weights that are no whole model
+    adapter: AdapterConfig | None = (
+        None  # what servers must know of weights that are no whole model
+    )
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -63,7 +65,9 @@ class Weights:
         there = {part_of(name) for name, _ in model.named_parameters()}
         if not frozen < there:
             known = ", ".join(sorted(there))
-            raise ConfigError(f"model.freeze: {self.config.path} has {known}; name some of these, but not all")
+            raise ConfigError(
+                f"model.freeze: {self.config.path} has {known}; name some of these, but not all"
+            )
         for name, parameter in model.named_parameters():
             if part_of(name) in frozen:
                 parameter.requires_grad_(False)
@@ -76,7 +80,14 @@ class Weights:
         """Return parameters by the architecture's names and shapes."""
         return dict(revert_weight_conversion(model, named))
 
-    def write(self, folder: Path, model: Any, tokenizer: Any, published: dict[str, Tensor], dtype: torch.dtype) -> None:
+    def write(
+        self,
+        folder: Path,
+        model: Any,
+        tokenizer: Any,
+        published: dict[str, Tensor],
+        dtype: torch.dtype,
+    ) -> None:
         """Write published parameters, and what loads them."""
         model.config.architectures = [type(model).__name__]
         model.config.dtype = dtype  # ZeRO-0's live parameters are float32
@@ -89,13 +100,21 @@ class Weights:
         path = self.config.path
         tokenizer = tokenizers.load(path)
         scores = SCORE in tensors
-        model = load_model(path, dtype=dtype, scores=scores) if self.config.freeze else empty_model(path, scores=scores)
-        tensors = {name: tensor.data for name, tensor in model.named_parameters() if not tensor.is_meta} | tensors
+        model = (
+            load_model(path, dtype=dtype, scores=scores)
+            if self.config.freeze
+            else empty_model(path, scores=scores)
+        )
+        tensors = {
+            name: tensor.data for name, tensor in model.named_parameters() if not tensor.is_meta
+        } | tensors
         with contextlib.suppress(OSError):  # it has none
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
         if {name: tensor.shape for name, tensor in tensors.items()} != expected:
-            raise TrainerError(f"the checkpoint is of another model than {path}; name it with model.path=")
+            raise TrainerError(
+                f"the checkpoint is of another model than {path}; name it with model.path="
+            )
         with atomic_folder(output) as partial:
             self.write(partial, model, tokenizer, unshared(self.published(model, tensors)), dtype)
 
@@ -125,8 +144,16 @@ def head_of(model: Any) -> Any:
 def linear_layers(model: Any) -> list[tuple[str, Any]]:
     """Return the linear layers by name, but the head, and routers, which give more than a product."""
     head = head_of(model)
-    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
-    return [(name, part) for name, part in layers if not type(part).__module__.startswith("transformers.models.")]
+    layers = [
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and part is not head
+    ]
+    return [
+        (name, part)
+        for name, part in layers
+        if not type(part).__module__.startswith("transformers.models.")
+    ]
 
 
 def sees(config: Any) -> bool:
@@ -157,7 +184,9 @@ def write_beside(folder: Path, model: Any, tokenizer: Any, path: str) -> None:
 def _ends(named: int | list[int] | None, tokenizer: Any) -> int | list[int] | None:
     """Add the end of the chat template's turns, which was taught, to the ids that end an answer."""
     end = _taught_end(tokenizer)
-    ends = named if isinstance(named, list) else [tokenizer.eos_token_id if named is None else named]
+    ends = (
+        named if isinstance(named, list) else [tokenizer.eos_token_id if named is None else named]
+    )
     if end is None or end in ends:
         return named
     return [*(id_ for id_ in ends if id_ is not None), end]
@@ -175,13 +204,18 @@ def _copy_processor(model: Any, path: str, folder: Path) -> None:
 
 @functools.cache  # a hub is asked once
 def _processor_files(path: str) -> list[str]:
-    found = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in PROCESSOR_FILES)
+    found = (
+        cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        for name in PROCESSOR_FILES
+    )
     return [file for file in found if file is not None]
 
 
 def part_of(name: str) -> str:
     """Name the part of a model that a parameter or layer is of: language, vision or projector."""
-    return next((part for part, words in PARTS.items() if not words.isdisjoint(name.split("."))), "language")
+    return next(
+        (part for part, words in PARTS.items() if not words.isdisjoint(name.split("."))), "language"
+    )
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -195,7 +229,9 @@ def empty_model(path: str, **options: Any) -> Any:
         return load_model(path, random_init=True, **options)
 
 
-def load_model(path: str, *, random_init: bool = False, scores: bool = False, head: bool = True, **options: Any) -> Any:
+def load_model(
+    path: str, *, random_init: bool = False, scores: bool = False, head: bool = True, **options: Any
+) -> Any:
     """Load a language model or, with `scores`, a sequence classifier with one output, a new one where path has none.
 
     Raise ConfigError for a model whose files are of another one: nothing else is drawn at random. `head`: whether the
@@ -211,18 +247,26 @@ def load_model(path: str, *, random_init: bool = False, scores: bool = False, he
         transformers.utils.logging.set_verbosity_error()  # it would warn that the head is new
         changes = {"num_labels": 1, "pad_token_id": tokenizers.load(path).pad_token_id}
     try:
-        architecture = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
+        architecture = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=False, **changes
+        )
         if sees(architecture) and not scores:
             auto = transformers.AutoModelForImageTextToText
-            options["attn_implementation"] = attending(architecture, options.get("attn_implementation", "sdpa"))
+            options["attn_implementation"] = attending(
+                architecture, options.get("attn_implementation", "sdpa")
+            )
         if random_init:
             return auto.from_config(architecture, trust_remote_code=False, **options)
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, report = auto.from_pretrained(path, trust_remote_code=False, **changes, **options)
     except (OSError, ValueError, SafetensorError) as error:
         advice = "copy or download it again, if files lack or are cut off"
-        raise ConfigError(f"can't load the model at model.path={path}: {error}; {advice}") from error
+        raise ConfigError(
+            f"can't load the model at model.path={path}: {error}; {advice}"
+        ) from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
-    model_folder.refuse(model_files.differences(report, head=head and not scores), path, "model.path")
+    model_folder.refuse(
+        model_files.differences(report, head=head and not scores), path, "model.path"
+    )
     return model

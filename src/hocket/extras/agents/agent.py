@@ -38,7 +38,10 @@ class Agent(Environment):
     keeps_messages = False
 
     def __init__(
-        self, function: str | None = None, command: str | None = None, concurrency: Annotated[int, Field(ge=1)] = 64
+        self,
+        function: str | None = None,
+        command: str | None = None,
+        concurrency: Annotated[int, Field(ge=1)] = 64,
     ) -> None:
         if (function is None) == (command is None):
             raise ValueError("set either function or command")
@@ -50,7 +53,9 @@ class Agent(Environment):
         if command is not None:
             words = shlex.split(command)
             if shutil.which(next(iter(words), "")) is None:
-                raise ValueError(f"there is no program {command!r}; is it installed, and on the PATH?")
+                raise ValueError(
+                    f"there is no program {command!r}; is it installed, and on the PATH?"
+                )
             self._play = partial(_run, words)
 
     def player(self, **parts: Any) -> Callable[..., Awaitable[Any]]:
@@ -74,11 +79,25 @@ class Agent(Environment):
 
 async def _run(command: Sequence[str], task: Task) -> float | str | None:
     """Run a program: JSON on stdin, the model in its environment, the result as its last line."""
-    given = {"messages": task.messages, "text": task.text, "answer": task.answer, "meta": task.meta, "seed": task.seed}
-    variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": task.model}
+    given = {
+        "messages": task.messages,
+        "text": task.text,
+        "answer": task.answer,
+        "meta": task.meta,
+        "seed": task.seed,
+    }
+    variables = {
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "OPENAI_MODEL": task.model,
+    }
     variables["PYTHONIOENCODING"] = "utf-8"  # its output is read so
     # Not pipes: a process that the program leaves running can't keep us waiting for their end.
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+    with (
+        tempfile.TemporaryFile() as stdin,
+        tempfile.TemporaryFile() as stdout,
+        tempfile.TemporaryFile() as stderr,
+    ):
         stdin.write(json.dumps(given, default=str).encode())
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
@@ -94,14 +113,20 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         finally:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 process.terminate()
-            await process.wait()  # it has killed what the program left running, unless the program has killed it:
+            await (
+                process.wait()
+            )  # it has killed what the program left running, unless the program has killed it:
             with contextlib.suppress(ProcessLookupError):  # then the process group may be left
                 os.killpg(process.pid, signal.SIGKILL)
         if status != 0:
-            raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {last_lines(stderr)}")
+            raise RuntimeError(
+                f"{shlex.join(command)} ended with status {status}: {last_lines(stderr)}"
+            )
         line = last_lines(stdout)
         reward = re.fullmatch(r"reward:\s*(\S+)", line)
-        return float(reward[1]) if reward else line or None  # any other line is an answer, even a number
+        return (
+            float(reward[1]) if reward else line or None
+        )  # any other line is an answer, even a number
 
 
 async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> int:

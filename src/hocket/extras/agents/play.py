@@ -29,7 +29,9 @@ from hocket.types import Image, Message, Prompt, Rollout, TurnReward
 OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
 GRACE_S = 60.0  # that a session outlives its agent's deadline
 CANCEL_S = 5.0  # that a cancelled agent may take to end
-_ABANDONED = set["asyncio.Task[Any]"]()  # asyncio itself keeps no task from being collected as garbage
+_ABANDONED = set[
+    "asyncio.Task[Any]"
+]()  # asyncio itself keeps no task from being collected as garbage
 UNASKED = AgentRecord(calls=(), cut_off=False)
 
 
@@ -81,7 +83,9 @@ class Agents:
                 again = f"; it was played again, as what the model had said was lost: {lost}"
                 if losses == MAX_LOSSES or seat.deadline.over:
                     why = f"{error}; " if error else ""
-                    return self._rollout(prompt, seat, error=f"{why}what the model said is lost: {lost}")
+                    return self._rollout(
+                        prompt, seat, error=f"{why}what the model said is lost: {lost}"
+                    )
         unknown = task.rewards.keys() - {call.id for call in record.calls}
         if unknown and error is None:
             error = f"it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
@@ -127,7 +131,9 @@ class Agents:
                 up = await self.pool.wait_up()
             member = min(up, key=lambda member: member.in_flight)
             request = SessionRequest(
-                sampling=seat.sampling.model_copy(update={"seed": seed_of(seat.sampling.seed, seat.number)}),
+                sampling=seat.sampling.model_copy(
+                    update={"seed": seed_of(seat.sampling.seed, seat.number)}
+                ),
                 max_length=self.limits.max_length,
                 max_calls=self.limits.max_turns,
                 idle_timeout_s=self.limits.timeout_s + GRACE_S,
@@ -151,13 +157,19 @@ class Agents:
         finally:  # also where the episode itself is cancelled
             ended = await _cancel(running)
         if not in_time:
-            more = "" if ended else f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
+            more = (
+                ""
+                if ended
+                else f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
+            )
             return None, f"it was not done when {first} had passed{more}"
         return (None, "it was cancelled") if running.cancelled() else running.result()
 
 
 def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Task:
-    messages: Iterable[Message] = copy.deepcopy(prompt.messages or ())  # others play the same prompt
+    messages: Iterable[Message] = copy.deepcopy(
+        prompt.messages or ()
+    )  # others play the same prompt
     if prompt.images:
         from hocket.common.vision import shown
 
@@ -203,7 +215,9 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
 
 
 def join(
-    calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str], rewards: Mapping[str, float] = {}
+    calls: Iterable[AgentCall],
+    decode: Callable[[Sequence[int]], str],
+    rewards: Mapping[str, float] = {},
 ) -> list[Transcript]:
     """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
 
@@ -215,7 +229,9 @@ def join(
         if call.completion is None:
             continue
         asked = array("I", call.prompt_token_ids)
-        begun = [transcript for transcript in transcripts if _begins(transcript, asked, call.images)]
+        begun = [
+            transcript for transcript in transcripts if _begins(transcript, asked, call.images)
+        ]
         if begun:
             transcript = max(begun, key=lambda transcript: len(transcript.token_ids))
             transcripts.remove(transcript)
@@ -229,7 +245,10 @@ def join(
         transcript.opening = _opening(call, decode)
         transcript.add_completion(call.completion)
         own = TurnReward(
-            number, len(call.completion.token_ids), rewards.get(call.id, 0.0), state_of(asked, call.images)
+            number,
+            len(call.completion.token_ids),
+            rewards.get(call.id, 0.0),
+            state_of(asked, call.images),
         )
         transcript.turn_rewards[-1] = own
         transcripts.append(transcript)

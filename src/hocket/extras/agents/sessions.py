@@ -23,7 +23,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.common.redaction import SESSION_KEY
 from hocket.common.tasks import run_in_thread, seed_of
-from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest, SessionResponse
+from hocket.protocol import (
+    AgentCall,
+    AgentRecord,
+    Completion,
+    SamplingParams,
+    SessionRequest,
+    SessionResponse,
+)
 from hocket.server import vllm_api, vllm_requests
 from hocket.server.errors import ApiError, check_finite
 from hocket.server.generate import Sampler
@@ -96,16 +103,28 @@ class OpenSession:
         if len(self.calls) >= self._request.max_calls:
             self.cut_off = True
             message = f"this session has made its {self._request.max_calls} calls (env.max_turns)"
-            raise ApiError(400, "too_many_calls", message, "have the agent come to an end, or raise env.max_turns")
+            raise ApiError(
+                400,
+                "too_many_calls",
+                message,
+                "have the agent come to an end, or raise env.max_turns",
+            )
         length = len(prompt_token_ids)
         limit = self._request.max_length
         if length >= limit:
             self.cut_off = True
             message = f"{length} prompt tokens leave no room in {limit} (model.max_length)"
-            raise ApiError(400, "context_too_long", message, "have the agent say less, or raise model.max_length")
+            raise ApiError(
+                400,
+                "context_too_long",
+                message,
+                "have the agent say less, or raise model.max_length",
+            )
         most = min(sampling.max_tokens, limit - length, max_tokens)
         prompt = prompt_token_ids, images
-        taken = {call.number for call in self.calls if (call.prompt_token_ids, call.images) == prompt}
+        taken = {
+            call.number for call in self.calls if (call.prompt_token_ids, call.images) == prompt
+        }
         number = next(number for number in itertools.count() if number not in taken)
         parts = number, *prompt_token_ids, *(image.name for image in images)
         seed = None if sampling.seed is None else seed_of(sampling.seed, *parts)
@@ -160,10 +179,17 @@ class OpenSessions:
         self._sessions: dict[str, OpenSession] = {}
 
     def open(self, request: SessionRequest) -> OpenSession:
-        self._sessions = {session.id: session for session in self._sessions.values() if not session.idle}
+        self._sessions = {
+            session.id: session for session in self._sessions.values() if not session.idle
+        }
         if len(self._sessions) >= MAX_SESSIONS:
             message = f"there are {MAX_SESSIONS} sessions, which is the limit"
-            raise ApiError(503, "too_many_sessions", message, "DELETE those that have ended, or lower env.concurrency")
+            raise ApiError(
+                503,
+                "too_many_sessions",
+                message,
+                "DELETE those that have ended, or lower env.concurrency",
+            )
         session = OpenSession(request)
         self._sessions[session.id] = session
         return session
@@ -220,7 +246,9 @@ def install(server: Server) -> None:
         session = sessions.close(session_id)
         record = session.record()
         await vllm_requests.abort(engine.llm, session.running)
-        engine.require_ready(admits={"asleep"})  # its agent may have taken the failure for an answer
+        engine.require_ready(
+            admits={"asleep"}
+        )  # its agent may have taken the failure for an answer
         return record
 
     server.app.include_router(routes)
@@ -246,7 +274,9 @@ class Forward:
         route = f"/v1/{scope['path_params']['rest']}"
         asked = f"{scope['method']} {route}"
         if asked not in ROUTES:
-            raise ApiError(404, "not_found", f"a session has no {asked}", f"it has {', '.join(ROUTES)}")
+            raise ApiError(
+                404, "not_found", f"a session has no {asked}", f"it has {', '.join(ROUTES)}"
+            )
         message = await receive()  # it has the whole body, if there is one
         message["body"] = await run_in_thread(self._checked, message["body"])
         sample = functools.partial(recording, session, self._sampler)
@@ -272,7 +302,9 @@ def _watched(send: Send, session: OpenSession) -> Send:
     """Return a send that marks the session as cut off where vLLM refuses a prompt as too long."""
 
     async def watched(message: Message) -> None:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # it is no error, or one of another kind
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError
+        ):  # it is no error, or one of another kind
             error = json.loads(message["body"])["error"]
             session.cut_off |= error["param"] in TOO_LONG or NO_ROOM in error["message"]
         await send(message)
@@ -292,7 +324,9 @@ def recording(
     vllm_requests.refuse_constraints(params)
     images = sampler.eyes.places(prompt)
     if request_id.startswith("cmpl-"):
-        request_id = request_id.removesuffix("-0")  # the number of the prompt, which the answer's id lacks
+        request_id = request_id.removesuffix(
+            "-0"
+        )  # the number of the prompt, which the answer's id lacks
     call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens, request_id, images)
 
     def sample() -> AsyncGenerator[Any, None]:
@@ -319,7 +353,10 @@ async def recorded(
                     (done,) = output.outputs
                     if done.finish_reason == "abort":
                         break
-                    new = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
+                    new = [
+                        entry[i].logprob
+                        for i, entry in zip(done.token_ids, done.logprobs, strict=True)
+                    ]
                     check_finite(new)
                     token_ids += done.token_ids
                     logprobs += new

@@ -74,10 +74,14 @@ def _compare_model(worker: Any, weights: NamedTensors) -> list[str]:
         in_place = restoring.enter_context(_unwritten(_loaded_in_place(worker)))
         # Where vLLM copies a layer's new tensors over the old ones, compare both. This sees all
         # tensors that stay parameters, as all do on a GPU: the lies frozen_norm and swapped_norms.
-        restoring.enter_context(patch.object(layerwise, "_copy_and_restore_kernel_tensors", compared.compare_layer))
+        restoring.enter_context(
+            patch.object(layerwise, "_copy_and_restore_kernel_tensors", compared.compare_layer)
+        )
         # Where vLLM packs a matrix for a CPU, compare it with the packed one: the lies
         # frozen_matrix, swapped_layers, permuted_rows, frozen_vision and vision_off.
-        restoring.enter_context(patch.object(utils, "dispatch_cpu_unquantized_gemm", compared.compare_packed))
+        restoring.enter_context(
+            patch.object(utils, "dispatch_cpu_unquantized_gemm", compared.compare_packed)
+        )
         incomplete = reload(worker, weights)
     different = [*in_place, *compared.different, *incomplete]
     # vLLM's reload does not pack a tied head anew: it is compared as it is.

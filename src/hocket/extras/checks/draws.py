@@ -23,13 +23,17 @@ def draws(config: Config) -> TokenStatistics | None:
 class Draws(TokenStatistics):
     """Sums over a batch that `sampling.farthest` compares with what independent draws from p give."""
 
-    def of_tokens(self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor) -> Sequence[Tensor]:
+    def of_tokens(
+        self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor
+    ) -> Sequence[Tensor]:
         """Compute Var(log p) of a draw from p, and the highest log p, [c] each."""
         squares_c = -entropies_cv.mul_(logprobs_cv).nansum(dim=-1)  # 0 · −inf where p is 0
         return squares_c - entropy_c.square(), logprobs_cv.amax(dim=-1)
 
     @torch.no_grad()
-    def sums(self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor) -> dict[str, Tensor]:
+    def sums(
+        self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
+    ) -> dict[str, Tensor]:
         """Sum −log p − entropy and Var(log p) over unbiased samples, and add what `certain_odds` lacks.
 
         That is Σ log(1 + 1/7 / p) over sequences whose tokens are the likeliest, which not each p above 1/2 tells.

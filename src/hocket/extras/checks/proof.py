@@ -60,12 +60,20 @@ class Proof(RunPart):
     alarmed: Callable[[], bool]  # whether the last step was suspicious
     mismatches: float = 0.0  # warnings so far
     _last_due: int = 0  # version up to which all are checked
-    _noises: list[float] = dataclasses.field(default_factory=list)  # mean |Δ log-prob| of first versions
-    _before: dict[str | None, tuple[int, ScoredAnswer]] = dataclasses.field(default_factory=dict)  # by session
+    _noises: list[float] = dataclasses.field(
+        default_factory=list
+    )  # mean |Δ log-prob| of first versions
+    _before: dict[str | None, tuple[int, ScoredAnswer]] = dataclasses.field(
+        default_factory=dict
+    )  # by session
 
     def __post_init__(self) -> None:
-        sizes = itertools.accumulate(sum(len(image.data) for image in prompt.images) for prompt in self.prompts)
-        self.prompts = [prompt for prompt, size in zip(self.prompts, sizes, strict=True) if size <= IMAGE_BYTES]
+        sizes = itertools.accumulate(
+            sum(len(image.data) for image in prompt.images) for prompt in self.prompts
+        )
+        self.prompts = [
+            prompt for prompt, size in zip(self.prompts, sizes, strict=True) if size <= IMAGE_BYTES
+        ]
 
     def is_due(self, version: int) -> bool:
         """Return whether to check: every check_every-th, after an alarm, and the next after either."""
@@ -93,7 +101,9 @@ class Proof(RunPart):
                     self.publisher.pool.mark_lost(member, str(samples))
                 else:
                     found = await self._follow(member, samples)
-                    metrics |= {name: max(value, metrics.get(name, value)) for name, value in found.items()}
+                    metrics |= {
+                        name: max(value, metrics.get(name, value)) for name, value in found.items()
+                    }
         return metrics | {"sync/mismatches": self.mismatches - failed}
 
     async def _compare(self, members: Sequence[Member]) -> None:
@@ -110,7 +120,9 @@ class Proof(RunPart):
     async def sample(self, member: Member) -> list[TrainSample] | ServerError:
         """Have a server complete the prompts, with the same seeds each time."""
         max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
-        sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
+        sampling = SamplingParams(
+            temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED
+        )
         asked = [prompt_input(prompt.token_ids, prompt.images) for prompt in self.prompts]
         request = GenerateRequest(prompts=asked, sampling=sampling, session=member.session)
         try:
@@ -121,7 +133,9 @@ class Proof(RunPart):
         if len(completions) != len(asked):
             message = f"{member.url}/generate gave {len(completions)} of {len(asked)} completions"
             return ServerError(message, code="protocol")
-        transcripts = [Transcript(prompt.token_ids, images=prompt.images) for prompt in self.prompts]
+        transcripts = [
+            Transcript(prompt.token_ids, images=prompt.images) for prompt in self.prompts
+        ]
         for transcript, completion in zip(transcripts, completions, strict=True):
             transcript.add_completion(completion)
         return as_samples(transcript.sequence() for transcript in transcripts)
@@ -131,10 +145,14 @@ class Proof(RunPart):
         version = self.publisher.versions.current
         async with self.publisher.trainer_turn(False):
             scores = await run_in_thread(self.trainer.logprobs, samples)
-        answer = [_scored(sample.sequence, own) for sample, own in zip(samples, scores, strict=True)]
+        answer = [
+            _scored(sample.sequence, own) for sample, own in zip(samples, scores, strict=True)
+        ]
         last, before = self._before.get(member.session, (-1, []))
         self._before[member.session] = version, answer
-        gap = statistics.fmean(abs(scored.server - scored.trainer) for row in answer for scored in row)
+        gap = statistics.fmean(
+            abs(scored.server - scored.trainer) for row in answer for scored in row
+        )
         bound = self.bound(member.dtype)
         metrics = {"sync/logprob_gap": gap, "sync/max_gap": bound}
         if not gap <= bound:
@@ -165,7 +183,10 @@ class Proof(RunPart):
     def bound(self, dtype: str) -> float:
         """Return the mean |Δ log-prob| that this precision allows."""
         likely = LIKELY_GAP.get(dtype, LIKELY_GAP["bfloat16"])
-        return min(self.publisher.highest_gap(dtype), max(likely, NOISE * max(self._noises, default=math.inf)))
+        return min(
+            self.publisher.highest_gap(dtype),
+            max(likely, NOISE * max(self._noises, default=math.inf)),
+        )
 
     def fail(self, message: str) -> None:
         """Raise SyncError, or warn."""
@@ -180,7 +201,10 @@ class Proof(RunPart):
 
 def as_samples(sequences: Iterable[TokenSequence]) -> list[TrainSample]:
     """Return samples to measure, not to train on."""
-    return [TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids), witness=True) for one in sequences]
+    return [
+        TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids), witness=True)
+        for one in sequences
+    ]
 
 
 def _scored(sequence: TokenSequence, trainer: Sequence[float]) -> list[Scored]:
@@ -210,5 +234,8 @@ def missing_share(before: ScoredAnswer, now: ScoredAnswer, noise: float) -> tupl
     if total * total < MIN_TOKENS * square or total <= MIN_CHANGE * noise * len(changes):
         return 0.0, math.inf
     share = -math.fsum(gaps) / total
-    left = ((gap + share * change) / (1 - change / total) for gap, change in zip(gaps, changes, strict=True))
+    left = (
+        (gap + share * change) / (1 - change / total)
+        for gap, change in zip(gaps, changes, strict=True)
+    )
     return share, math.sqrt(math.fsum(one * one for one in left)) / total

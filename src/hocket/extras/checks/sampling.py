@@ -49,8 +49,12 @@ class SamplingCheck(RunPart):
     group_size: int
     history: MetricsHistory
     fair: bool = True  # no answer has a say in whether it is a witness
-    claim: Callable[[TokenSequence], str] = lambda sequence: ""  # what is wrong in what a server says of its tokens
-    _lot: Metrics = dataclasses.field(default_factory=dict)  # counts in place of what training finds
+    claim: Callable[[TokenSequence], str] = lambda sequence: (
+        ""
+    )  # what is wrong in what a server says of its tokens
+    _lot: Metrics = dataclasses.field(
+        default_factory=dict
+    )  # counts in place of what training finds
     _certain: float = 0.0  # odds of greedy answers, without those that training finds
 
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
@@ -74,7 +78,11 @@ class SamplingCheck(RunPart):
             greedy = await self._checked([rollouts[:1] for rollouts in groups], None)
         if self.eval_temperature == self.temperature:
             drawn = await self._checked([rollouts[1:] for rollouts in groups], None)
-        gaps = [part["sampling/logprob_gap"] for part in (greedy, drawn) if "sampling/logprob_gap" in part]
+        gaps = [
+            part["sampling/logprob_gap"]
+            for part in (greedy, drawn)
+            if "sampling/logprob_gap" in part
+        ]
         metrics = {"eval/logprob_gap": max(gaps)} if gaps else {}
         if "sampling/surprise" in drawn:
             metrics["eval/z"] = drawn["sampling/z"]
@@ -87,8 +95,13 @@ class SamplingCheck(RunPart):
             answers = sampled(groups)
             said = max((one.version_max for one in answers), default=newest)
             if said > newest:
-                self.proof.fail(f"a server says that version {said} sampled a rollout, but {newest} is the newest")
-            bound = max((self.proof.bound(member.dtype) for member in self.proof.publisher.pool.up), default=math.inf)
+                self.proof.fail(
+                    f"a server says that version {said} sampled a rollout, but {newest} is the newest"
+                )
+            bound = max(
+                (self.proof.bound(member.dtype) for member in self.proof.publisher.pool.up),
+                default=math.inf,
+            )
             fresh = all(one.version_min == newest for one in answers)
             claimed = compared = answers
             if trains is not None:
@@ -98,7 +111,9 @@ class SamplingCheck(RunPart):
                 less = lot.random() if trains and fresh and self.fair else 0.0
                 compared = sampled(lot.sample(groups, math.ceil(self.share * len(groups) - less)))
             if wrong := next(filter(None, map(self.claim, claimed)), ""):
-                self.proof.fail(f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it")
+                self.proof.fail(
+                    f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it"
+                )
             metrics |= await run_in_thread(equal_pairs, groups)
             self._certain = await run_in_thread(certain_odds, answers)
             if fresh:
@@ -147,7 +162,9 @@ def checks(run: Joined) -> RunPart:
     check = SamplingCheck(
         proof,
         temperature=temperature,
-        eval_temperature=temperature if config.eval.temperature is None else config.eval.temperature,
+        eval_temperature=temperature
+        if config.eval.temperature is None
+        else config.eval.temperature,
         share=config.sync.check_share,
         group_size=config.rollout.group_size,
         history=run.folder.history,
@@ -163,11 +180,21 @@ def checks(run: Joined) -> RunPart:
 
 def sampled(groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
     """Return the sequences with sampled tokens."""
-    return [one for rollouts in groups for rollout in rollouts for one in rollout.sequences if any(one.mask[1:])]
+    return [
+        one
+        for rollouts in groups
+        for rollout in rollouts
+        for one in rollout.sequences
+        if any(one.mask[1:])
+    ]
 
 
 def contradiction(
-    sequence: TokenSequence, *, decode: Callable[..., str], ends: Collection[int], stop: Sequence[str]
+    sequence: TokenSequence,
+    *,
+    decode: Callable[..., str],
+    ends: Collection[int],
+    stop: Sequence[str],
 ) -> str:
     """Say where an answer of one turn contradicts its tokens; "" if nowhere.
 
@@ -177,10 +204,14 @@ def contradiction(
     token_ids = list(sequence.token_ids[start:])  # after an environment's, if there are such
     stopped = sequence.finish_reason == "stop"
     ended = stopped and token_ids[-1] in ends
-    decoded = turn_text(decode, sequence.token_ids[:start], 0, token_ids[:-1] if ended else token_ids)
+    decoded = turn_text(
+        decode, sequence.token_ids[:start], 0, token_ids[:-1] if ended else token_ids
+    )
     by_string = stopped and not ended
     # A stop string may have special tokens, which the text does not.
-    if by_string and not any(string in written for string in stop for written in (decoded, decode(token_ids))):
+    if by_string and not any(
+        string in written for string in stop for written in (decoded, decode(token_ids))
+    ):
         return f"it stopped by itself, but its last token, {token_ids[-1]}, ends no answer"
     text = sequence.text
     if any(sequence.mask[:start]):  # an environment closed a thought within the answer
@@ -198,10 +229,14 @@ def equal_pairs(groups: Sequence[Sequence[Rollout]]) -> Metrics:
     equal, expected = 0, 0.0
     for rollouts in groups:
         tokens = Counter(
-            tuple((bytes(array("I", one.token_ids)), one.images) for one in rollout.sequences) for rollout in rollouts
+            tuple((bytes(array("I", one.token_ids)), one.images) for one in rollout.sequences)
+            for rollout in rollouts
         )
         equal += sum(count * (count - 1) // 2 for count in tokens.values())
-        sums = [math.fsum(value for one in rollout.sequences for value in one.logprobs) for rollout in rollouts]
+        sums = [
+            math.fsum(value for one in rollout.sequences for value in one.logprobs)
+            for rollout in rollouts
+        ]
         expected += (len(rollouts) - 1) / 2 * math.fsum(map(math.exp, sums))
     return {"sampling/equal": float(equal), "sampling/equal_expected": expected}
 
@@ -213,7 +248,9 @@ def certain_odds(answers: Sequence[TokenSequence]) -> float:
     the likeliest; of other answers the trainer adds what it finds.
     """
     greedy = [-math.fsum(one.logprobs) for one in answers if min(one.logprobs) > math.log(0.5)]
-    return len(answers) * math.log(7 / 8) + float(np.logaddexp(0.0, np.array(greedy) - math.log(7)).sum())
+    return len(answers) * math.log(7 / 8) + float(
+        np.logaddexp(0.0, np.array(greedy) - math.log(7)).sum()
+    )
 
 
 def farthest(rows: MetricsHistory, group_size: int) -> Metrics:
@@ -222,7 +259,12 @@ def farthest(rows: MetricsHistory, group_size: int) -> Metrics:
     Parts are the last 1, 2, 4, ... steps: what begins late is not hidden by what came before. The errors are those of
     Bernstein's inequality, as one rare token, or one completion that all others equal, may be most of a sum.
     """
-    found = {"sampling/z": 0.0, "sampling/colder": 0.0, "sampling/greedy_odds": 0.0, "sampling/equal_z": 0.0}
+    found = {
+        "sampling/z": 0.0,
+        "sampling/colder": 0.0,
+        "sampling/greedy_odds": 0.0,
+        "sampling/equal_z": 0.0,
+    }
     values = [[row.get(name) or 0.0 for name in SUMMED] for row in reversed(rows)]
     sums = np.cumsum(values, axis=0)[[2**power - 1 for power in range(len(rows).bit_length())]]
     for surprise, variance, greedy, equal, expected in sums.tolist():

@@ -53,7 +53,9 @@ def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) 
     if gpus_per_node < 0:
         raise ConfigError(f"--gpus-per-node={gpus_per_node} must be 1 or more, or 0 for CPUs only")
     if gpus_per_node == 0 or servers * gpus_per_server + ranks <= gpus_per_node:
-        return Layout(servers, gpus_per_server if gpus_per_node else 0, ranks, servers, 1, ranks, 1, 1)
+        return Layout(
+            servers, gpus_per_server if gpus_per_node else 0, ranks, servers, 1, ranks, 1, 1
+        )
     per_node = gpus_per_node // gpus_per_server
     rank_nodes = -(-ranks // gpus_per_node)
     if per_node == 0:
@@ -73,7 +75,13 @@ def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) 
 
 
 def render(
-    engine: str, settings: Sequence[str], gpus_per_node: int, *, output: Path | None, root: Path, python: str
+    engine: str,
+    settings: Sequence[str],
+    gpus_per_node: int,
+    *,
+    output: Path | None,
+    root: Path,
+    python: str,
 ) -> tuple[Layout, Path, dict[str, str]]:
     """Return the layout, the folder (`output`, or launch/ENGINE in the run folder) and its files, by name.
 
@@ -87,11 +95,15 @@ def render(
             f"--gpus-per-node if its nodes don't have {gpus_per_node}"
         )
     if size.share_gpu:
-        raise ConfigError("launch.share_gpu is for one machine: leave it out, or leave --engine out")
+        raise ConfigError(
+            "launch.share_gpu is for one machine: leave it out, or leave --engine out"
+        )
     layout = lay_out(size.servers, given.server.tensor_parallel_size, size.trainers, gpus_per_node)
     in_pods = engine == "kubernetes"
     folder = root / (output or given.run_dir / "launch" / engine)
-    name = "hocket-" + re.sub("[^a-z0-9]+", "-", given.run_dir.name.lower()).strip("-")[:40].rstrip("-")
+    name = "hocket-" + re.sub("[^a-z0-9]+", "-", given.run_dir.name.lower()).strip("-")[:40].rstrip(
+        "-"
+    )
     run_dir = Path("/hocket/runs", given.run_dir.name) if in_pods else root / given.run_dir
     added = [f"run.dir={run_dir}", "checkpoint.resume=true"]
     if engine != "slurm" or layout.num_nodes > 1:
@@ -108,11 +120,23 @@ def render(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters |= {"sh": lambda value: shlex.quote(str(value)), "text": lambda value: json.dumps(str(value))}
-    known = {"layout": layout, "config": config, "folder": folder, "name": name, "python": python, "root": root}
+    templates.filters |= {
+        "sh": lambda value: shlex.quote(str(value)),
+        "text": lambda value: json.dumps(str(value)),
+    }
+    known = {
+        "layout": layout,
+        "config": config,
+        "folder": folder,
+        "name": name,
+        "python": python,
+        "root": root,
+    }
     known |= {"curable": CURABLE, "gpus_per_node": gpus_per_node}
     files = {"config.yaml": HEAD + to_yaml(values)}
-    for template in templates.list_templates(filter_func=lambda template: template.startswith(f"{engine}/")):
+    for template in templates.list_templates(
+        filter_func=lambda template: template.startswith(f"{engine}/")
+    ):
         files[Path(template).stem] = templates.get_template(template).render(known, run_dir=run_dir)
     return layout, folder, files
 
@@ -128,7 +152,9 @@ def launch(
 ) -> None:
     """Write a run's files, but those that the user has edited, and submit them or say how."""
     if not Path("run.py").exists():
-        raise ConfigError("type this in hocket's checkout, which all nodes see: the job runs run.py there")
+        raise ConfigError(
+            "type this in hocket's checkout, which all nodes see: the job runs run.py there"
+        )
     layout, folder, files = render(
         engine, settings, gpus_per_node, output=output, root=Path.cwd(), python=sys.executable
     )
@@ -147,7 +173,9 @@ def launch(
             path.write_text(text, encoding="utf-8")
     record.write_text(json.dumps(files), encoding="utf-8")
     if edited:
-        print(f"kept as you have edited it: {' '.join(edited)}; for a fresh one delete it, or name another --output")
+        print(
+            f"kept as you have edited it: {' '.join(edited)}; for a fresh one delete it, or name another --output"
+        )
     token = folder / TOKEN_FILE
     if engine == "kubernetes" and not token.exists():
         token.touch(mode=0o600)
@@ -163,10 +191,14 @@ def launch(
         try:
             subprocess.run(shlex.split(line), cwd=folder, check=True)
         except FileNotFoundError as error:
-            raise ConfigError(f"{error.filename} is not installed here: submit from a machine that has it") from error
+            raise ConfigError(
+                f"{error.filename} is not installed here: submit from a machine that has it"
+            ) from error
         except subprocess.CalledProcessError as error:
             status = error.returncode
-            raise ConfigError(f"`{line}` in {folder} ended with status {status}, for the reason above") from error
+            raise ConfigError(
+                f"`{line}` in {folder} ended with status {status}, for the reason above"
+            ) from error
 
 
 def _count(number: int, thing: str) -> str:

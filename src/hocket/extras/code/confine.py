@@ -19,7 +19,9 @@ def see_only(paths: list[str]) -> None:
     rights = _RIGHTS[min(version, len(_RIGHTS)) - 1]
     rules = _call(_CREATE_RULESET, struct.pack("Q", (1 << rights) - 1), 8, 0)
     for path in paths:
-        allowed = _EXECUTE | _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE | _WRITE_FILE
+        allowed = (
+            _EXECUTE | _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE | _WRITE_FILE
+        )
         beneath = struct.pack("=Qi", allowed, os.open(path, os.O_PATH))
         _call(_ADD_RULE, rules, 1, beneath, 0)
     _call(_RESTRICT_SELF, rules, 0)
@@ -37,5 +39,7 @@ if __name__ == "__main__":
     if paths:
         see_only(paths.split(":"))
     rules = ctypes.create_string_buffer(bytes.fromhex(code))
-    _call(int(number), 1, 0, struct.pack("HP", len(code) // 16, ctypes.addressof(rules)))  # 8 bytes a rule
+    _call(
+        int(number), 1, 0, struct.pack("HP", len(code) // 16, ctypes.addressof(rules))
+    )  # 8 bytes a rule
     os.execvpe(command[0], command, {})

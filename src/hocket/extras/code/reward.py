@@ -38,7 +38,9 @@ def code(
     note = ""
     ends = time.monotonic() + timeout_s
     for number, test in enumerate(given, 1):
-        verdict, wrote = _verdict(f"{program}\n", test, max(ends - time.monotonic(), 0.0), bool(sandbox))
+        verdict, wrote = _verdict(
+            f"{program}\n", test, max(ends - time.monotonic(), 0.0), bool(sandbox)
+        )
         counts[verdict] += 1
         if verdict == "passed":
             continue
@@ -54,12 +56,18 @@ def _check(test: Any, what: str) -> None:
     if isinstance(test, str):
         return
     if not isinstance(test, Mapping):
-        raise ValueError(f"{what} must be text or an object with input and output, got {test!r:.80}")
+        raise ValueError(
+            f"{what} must be text or an object with input and output, got {test!r:.80}"
+        )
     for name in ("input", "output"):
         if not isinstance(test.get(name), str | int | float):
-            raise ValueError(f"{what}: its {name} must be text or a number, got {test.get(name)!r:.80}")
+            raise ValueError(
+                f"{what}: its {name} must be text or a number, got {test.get(name)!r:.80}"
+            )
     if test.get("fn_name") or test.get("testtype", "stdin") != "stdin":
-        raise ValueError(f"{what} calls a function, but here input is what a program reads: write it as an assert")
+        raise ValueError(
+            f"{what} calls a function, but here input is what a program reads: write it as an assert"
+        )
 
 
 def _verdict(program: str, test: Any, timeout_s: float, limits_only: bool) -> tuple[str, str]:

@@ -59,7 +59,12 @@ _REFUSED_ALONE = (  # without namespaces: what reaches other processes, changes 
 _LATER = (447, 452, 463, 466, 469)
 _REFUSED_IF = (  # call, number of an argument, its mask and value
     ("clone", 0, 0x10000000, 0x10000000),  # a new user namespace
-    ("mmap", 3, 0x21, 0x21),  # shared, without a file: memory that stays where no process has it, and counts nowhere
+    (
+        "mmap",
+        3,
+        0x21,
+        0x21,
+    ),  # shared, without a file: memory that stays where no process has it, and counts nowhere
     ("socketpair", 1, 2, 2),  # datagrams: they go to any address
     ("fcntl", 1, 0xFFFFFFFF, 8),  # F_SETOWN and its kin have other processes signalled
     ("fcntl", 1, 0xFFFFFFFF, 15),
@@ -67,7 +72,12 @@ _REFUSED_IF = (  # call, number of an argument, its mask and value
     ("ioctl", 1, 0xFFFFFFFF, 0x8902),
     ("ioctl", 1, 0xFFFFFFFF, 0x40086602),  # FS_IOC_SETFLAGS
     ("ioctl", 1, 0xFFFFFFFF, 0x401C5820),  # FS_IOC_FSSETXATTR
-    ("open", 1, 0o1003, 0o1000),  # before Linux 6.2 Landlock lets who opens a file only to read empty it,
+    (
+        "open",
+        1,
+        0o1003,
+        0o1000,
+    ),  # before Linux 6.2 Landlock lets who opens a file only to read empty it,
     ("openat", 2, 0o1003, 0o1000),
     ("open", 1, 3, 3),  # and who opens it neither to read nor to write
     ("openat", 2, 3, 3),
@@ -87,16 +97,35 @@ class Ending(NamedTuple):
     stderr: str
 
 
-def run(code: str, stdin: str = "", timeout_s: float = 10.0, *, limits_only: bool = False) -> Ending:
+def run(
+    code: str, stdin: str = "", timeout_s: float = 10.0, *, limits_only: bool = False
+) -> Ending:
     """Run a program; when this returns, nothing of it is left. Raise ConfigError where it can't be contained."""
     source = code.replace("\0", "").encode("utf-8", "replace")
     if len(source) > MAX_CODE:
         return Ending(1, "", f"the program has more than {MAX_CODE:,} bytes")
-    limits = [f"--cpu={math.ceil(timeout_s) + 1}", f"--as={MAX_MIB << 20}", f"--fsize={MAX_DISK_MIB << 18}"]
-    command = [*way(limits_only), *limits, "--nofile=256", "--core=0", *_PYTHON, "-c", source.decode()]
+    limits = [
+        f"--cpu={math.ceil(timeout_s) + 1}",
+        f"--as={MAX_MIB << 20}",
+        f"--fsize={MAX_DISK_MIB << 18}",
+    ]
+    command = [
+        *way(limits_only),
+        *limits,
+        "--nofile=256",
+        "--core=0",
+        *_PYTHON,
+        "-c",
+        source.decode(),
+    ]
     status = None
     temporary = TemporaryDirectory(prefix="hocket-")
-    with temporary as folder, TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+    with (
+        temporary as folder,
+        TemporaryFile() as given,
+        TemporaryFile() as out,
+        TemporaryFile() as err,
+    ):
         given.write(stdin.encode("utf-8", "replace"))
         given.seek(0)
         process = subprocess.Popen(
@@ -144,7 +173,10 @@ def way(limits_only: bool = False) -> list[str]:
     if os.geteuid() == 0:
         unshare[1] = "-mpnui"
         other = [*drop, "--reuid=65534", "--regid=65534", "--clear-groups"]
-        users = [other, [*drop, "--bounding-set=-all"]]  # where root alone can read Python, root without its rights
+        users = [
+            other,
+            [*drop, "--bounding-set=-all"],
+        ]  # where root alone can read Python, root without its rights
     if limits_only:
         return _first(*([*user, "env", "-i", "prlimit"] for user in [*users, []]))
     namespaces = [*unshare, *users[0], "--bounding-set=-all", *_confine(_REFUSED)]
@@ -158,7 +190,9 @@ def _first(*ways: list[str]) -> list[str]:
     with TemporaryDirectory(prefix="hocket-") as folder:
         for one in ways:
             command = ["timeout", str(KILL_TIMEOUT_S), *one, *_PYTHON, "-c", ""]
-            tried = subprocess.run(command, env={"PATH": _PATH}, cwd=folder, capture_output=True, check=False)
+            tried = subprocess.run(
+                command, env={"PATH": _PATH}, cwd=folder, capture_output=True, check=False
+            )
             if tried.returncode == 0:
                 return one
             problems += tried.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2] + "; "
@@ -170,14 +204,18 @@ def _confine(refused: str, seen: Sequence[str] = ()) -> list[str]:
     try:
         import pyseccomp as seccomp
     except (ImportError, RuntimeError) as error:
-        raise ConfigError(f"no libseccomp ({error}): apt-get install libseccomp2; or {_FIX}") from error
+        raise ConfigError(
+            f"no libseccomp ({error}): apt-get install libseccomp2; or {_FIX}"
+        ) from error
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     no = seccomp.ERRNO(errno.EPERM)
     for call in [*refused.split(), *_LATER]:
         rules.add_rule(no, call)
     for call, argument, mask, value in _REFUSED_IF:
         rules.add_rule(no, call, seccomp.Arg(argument, seccomp.MASKED_EQ, mask, value))
-    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags can't be seen; libraries then take clone
+    rules.add_rule(
+        seccomp.ERRNO(errno.ENOSYS), "clone3"
+    )  # its flags can't be seen; libraries then take clone
     rules.add_rule(no, "prlimit64", seccomp.Arg(0, seccomp.NE, 0))  # limits of another process
     with TemporaryFile() as file:
         rules.export_bpf(file)

@@ -2,4 +2,6 @@
 
 from hocket.observe.metrics import Metric, metric_table
 
-metric_table("delta")((Metric("sync/changed", "sync.backend=delta: share of weights with changed bits"),))
+metric_table("delta")(
+    (Metric("sync/changed", "sync.backend=delta: share of weights with changed bits"),)
+)

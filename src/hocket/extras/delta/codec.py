@@ -25,16 +25,22 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
     """Return what turns `old` into `new`, contiguous tensors of one shape and dtype on the CPU."""
     import pyarrow
 
-    differing = old.view(-1).view(_INTEGERS[old.itemsize]) ^ new.view(-1).view(_INTEGERS[new.itemsize])
+    differing = old.view(-1).view(_INTEGERS[old.itemsize]) ^ new.view(-1).view(
+        _INTEGERS[new.itemsize]
+    )
     packed = pyarrow.Codec("zstd").compress(differing.numpy(), asbytes=True)
-    return Change(int(torch.count_nonzero(differing)), torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+    return Change(
+        int(torch.count_nonzero(differing)), torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    )
 
 
 def apply(old: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Return the bytes, uint8, of the new version. Raises OSError for another tensor's change."""
     import pyarrow
 
-    differing = pyarrow.Codec("zstd").decompress(packed.numpy(), decompressed_size=old.nbytes, asbytes=True)
+    differing = pyarrow.Codec("zstd").decompress(
+        packed.numpy(), decompressed_size=old.nbytes, asbytes=True
+    )
     return old ^ torch.frombuffer(bytearray(differing), dtype=torch.uint8)
 
 

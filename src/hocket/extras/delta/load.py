@@ -46,14 +46,18 @@ class PatchedCopy:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._folder = Path(tempfile.gettempdir(), versions.temporary_prefix() + secrets.token_hex(8))
+        self._folder = Path(
+            tempfile.gettempdir(), versions.temporary_prefix() + secrets.token_hex(8)
+        )
         self._checksum = ""  # of the version that the folder holds; "": none
         self._lock = threading.RLock()  # a call may still be running after its caller has given up
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def patched(self, folder: Path, described: protocol.Manifest, held: Held | None) -> Path:
         """Return a folder with all tensors of a version. Raises ApiError, also where its base is not held."""
-        from hocket.extras.delta import codec as delta  # with torch, which the server imports in parallel to its engine
+        from hocket.extras.delta import (
+            codec as delta,
+        )  # with torch, which the server imports in parallel to its engine
 
         with self._lock:
             try:
@@ -70,14 +74,18 @@ class PatchedCopy:
             # A full disk, a delta of nonsense: the version in full needs no copy.
             except Exception as error:
                 self.discard()
-                raise versions.refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
+                raise versions.refused(
+                    f"the delta can't be applied: {type(error).__name__}: {error}"
+                ) from error
             return self._folder
 
     def _copy(self, held: Held | None, base: str) -> None:
         """Copy the files of the version that the model holds, if that is the base."""
         source = held.source if held is not None and held.answer.checksum == base else None
         if not isinstance(source, protocol.DiskSource):
-            reason = "this is only what has changed since a version of which this server has no files"
+            reason = (
+                "this is only what has changed since a version of which this server has no files"
+            )
             raise ApiError(409, "no_base", reason, "publish the version in full")
         published = versions.find(self._root, source.name)
         self.discard()

@@ -23,7 +23,9 @@ def rows(data: DataConfig) -> Iterator[dict[str, Any]]:
     """Yield question and answer, and what the reward `gym` makes the entry from again."""
     need(data.source, "reasoning_gym")
     if data.split not in SEEDS:
-        raise DataError(f"{data.source} has the splits train and test, not {data.split!r}; set {data.section}.split")
+        raise DataError(
+            f"{data.source} has the splits train and test, not {data.split!r}; set {data.section}.split"
+        )
     task = data.source.removeprefix("gym:")
     size = data.limit or NUM_ROWS
     seed = data.options.get("seed", 0) + SEEDS[data.split]
@@ -32,7 +34,9 @@ def rows(data: DataConfig) -> Iterator[dict[str, Any]]:
         dataset = made(task, options)
     except (ValueError, TypeError, AssertionError) as error:
         what = f"{data.source} with {data.section}.options={data.options}"
-        raise DataError(f"reasoning-gym refuses {what}: {error!r}; its GALLERY.md has tasks and options") from error
+        raise DataError(
+            f"reasoning-gym refuses {what}: {error!r}; its GALLERY.md has tasks and options"
+        ) from error
     for index in range(size):
         entry = dataset[index]
         answer = SEVERAL if entry["answer"] is None else str(entry["answer"])

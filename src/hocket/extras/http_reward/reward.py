@@ -46,12 +46,16 @@ class Service:
         if self.key_env is not None:
             key = os.environ.get(self.key_env)
             if not key:
-                raise ValueError(f"the environment variable {self.key_env} is not set: export the service's key in it")
+                raise ValueError(
+                    f"the environment variable {self.key_env} is not set: export the service's key in it"
+                )
             self._headers["Authorization"] = f"Bearer {secret(key, self.key_env)}"
 
     async def __aenter__(self) -> Self:
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(headers=self._headers, trust_env=self.uses_proxies, timeout=None, limits=limits)
+        self._http = httpx.AsyncClient(
+            headers=self._headers, trust_env=self.uses_proxies, timeout=None, limits=limits
+        )
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -62,20 +66,30 @@ class Service:
         content = json.dumps(body, default=str).encode()
         proxy = proxy_of(url) if self.uses_proxies else ""
         through = proxy and f" through the proxy {proxy}"
-        advice = proxy and f"; if the proxy does not reach that host, set NO_PROXY={urlsplit(url).hostname}"
+        advice = (
+            proxy
+            and f"; if the proxy does not reach that host, set NO_PROXY={urlsplit(url).hostname}"
+        )
         try:
-            async with asyncio.timeout(self.timeout_s), self._http.stream("POST", url, content=content) as response:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                self._http.stream("POST", url, content=content) as response,
+            ):
                 text = redacted(await _body(response))
         except TimeoutError as error:
             raise RetryError(f"{url} gave no answer within {self.timeout_s:g} s") from error
         except httpx.TransportError as error:
             kind = RefusedError if isinstance(error, httpx.ConnectError) else RetryError
-            raise kind(f"{url} can't be reached{through}: {type(error).__name__}: {error}{advice}") from error
+            raise kind(
+                f"{url} can't be reached{through}: {type(error).__name__}: {error}{advice}"
+            ) from error
         message = f"{url} answered {response.status_code}{through}: {text[:MAX_SHOWN]}{advice}"
         if response.status_code in self.again:
             raise RefusedError(message, retry_after(response.headers))
         if response.has_redirect_location:
-            raise ValueError(f"{message} No redirect is followed: name {response.headers['location']} in its place")
+            raise ValueError(
+                f"{message} No redirect is followed: name {response.headers['location']} in its place"
+            )
         if response.status_code != 200:
             raise ValueError(message)
         return text
@@ -84,12 +98,16 @@ class Service:
 async def _body(response: httpx.Response) -> str:
     """Return an answer's text. Raise NoScoreError where it is packed or too long."""
     if "Content-Encoding" in response.headers:  # a few bytes may become gigabytes
-        raise NoScoreError(f"{response.url} packed its answer: it must heed the header Accept-Encoding: identity")
+        raise NoScoreError(
+            f"{response.url} packed its answer: it must heed the header Accept-Encoding: identity"
+        )
     body = bytearray()
     async for part in response.aiter_raw():
         body += part
         if len(body) > MAX_ANSWER_BYTES:
-            raise NoScoreError(f"{response.url} answered more than {MAX_ANSWER_BYTES >> 20} MiB, the limit")
+            raise NoScoreError(
+                f"{response.url} answered more than {MAX_ANSWER_BYTES >> 20} MiB, the limit"
+            )
     return body.decode(errors="replace")
 
 
@@ -107,7 +125,9 @@ class HttpReward(Service):
         super().__post_init__()
         host = urlsplit(self.url).hostname
         if host not in {*LOCAL, *self.hosts}:
-            raise ValueError(f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]")
+            raise ValueError(
+                f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]"
+            )
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[Any]:
         prompt = rollouts[0].prompt
@@ -116,21 +136,32 @@ class HttpReward(Service):
         key = "scores"
         if self.format == "openrlhf":
             queries = [prompt.text + one.text for one in rollouts]
-            body = {"query": queries, "prompts": [prompt.text] * size, "labels": [prompt.answer] * size}
+            body = {
+                "query": queries,
+                "prompts": [prompt.text] * size,
+                "labels": [prompt.answer] * size,
+            }
             key = "rewards"
         text = await self._post(self.url, body)
         try:
             return [_score(one) for one, _ in zip(json.loads(text)[key], rollouts, strict=True)]
         except (ValueError, LookupError, TypeError) as error:
             wanted = f'{{"{key}": a list of {size}}}'
-            raise ValueError(f"{self.url} answered 200: {text[:MAX_SHOWN]} It must answer {wanted}") from error
+            raise ValueError(
+                f"{self.url} answered 200: {text[:MAX_SHOWN]} It must answer {wanted}"
+            ) from error
 
 
 def _score(one: Any) -> Any:
     """Return the score for an object with an error, or with total and parts; others as they are."""
     if isinstance(one, dict) and ("error" in one or {"total", "parts"} <= one.keys()):
         total = one.get("total", math.nan)
-        return Score(total=total, parts=one.get("parts", {}), error=one.get("error"), note=one.get("note") or "")
+        return Score(
+            total=total,
+            parts=one.get("parts", {}),
+            error=one.get("error"),
+            note=one.get("note") or "",
+        )
     return one
 
 

@@ -28,7 +28,9 @@ WANTED = '{"samples": [{"prompt": text, "completion": text, ...}, ...]}, of one 
 
 def serve(config: Config) -> None:
     """Serve until Ctrl-C or SIGTERM; async rewards are set up before the first request."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn gives it back when it has shut down
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # uvicorn gives it back when it has shut down
     load_plugins(config.plugins)
     rewards = config.sole_rewards
     with (
@@ -40,7 +42,9 @@ def serve(config: Config) -> None:
     print("hocket: stopped", flush=True)
 
 
-async def _serve(calls: RewardCalls, sock: socket.socket, url: str, host: str, token: str | None) -> None:
+async def _serve(
+    calls: RewardCalls, sock: socket.socket, url: str, host: str, token: str | None
+) -> None:
     app = FastAPI(title="hocket: rewards")
     app.add_exception_handler(HTTPException, http_error)
     scorer = RewardScorer(calls, calls.specs)
@@ -51,7 +55,9 @@ async def _serve(calls: RewardCalls, sock: socket.socket, url: str, host: str, t
         try:
             samples = (await request.json())["samples"]
             if len(samples) > MAX_SAMPLES:
-                raise ValueError(f"{len(samples)} samples, more than the {MAX_SAMPLES} of one request")
+                raise ValueError(
+                    f"{len(samples)} samples, more than the {MAX_SAMPLES} of one request"
+                )
             rollouts = [rollout_of(sample, str(number)) for number, sample in enumerate(samples)]
             if any(one.prompt != rollouts[0].prompt for one in rollouts):
                 raise ValueError("the samples differ in prompt, messages, answer or meta")
@@ -61,7 +67,9 @@ async def _serve(calls: RewardCalls, sock: socket.socket, url: str, host: str, t
         except RewardError as error:
             raise HTTPException(500, str(error)) from error
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise HTTPException(422, f"{type(error).__name__}: {error}; the body must be {WANTED}") from error
+            raise HTTPException(
+                422, f"{type(error).__name__}: {error}; the body must be {WANTED}"
+            ) from error
 
     await calls.set_up()
     listen(sock)
@@ -71,5 +79,7 @@ async def _serve(calls: RewardCalls, sock: socket.socket, url: str, host: str, t
 
 async def _answer(scorer: RewardScorer, rollouts: Sequence[Rollout]) -> Response:
     scores = await scorer.score_group(rollouts)
-    rows = [dataclasses.asdict(one) | ({} if one.error is None else {"total": None}) for one in scores]
+    rows = [
+        dataclasses.asdict(one) | ({} if one.error is None else {"total": None}) for one in scores
+    ]
     return JSONResponse({"scores": rows})

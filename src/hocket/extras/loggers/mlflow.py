@@ -18,7 +18,9 @@ AT_ONCE = 100  # parameters that MLflow takes
 class Mlflow:
     package = "mlflow"
 
-    def __init__(self, *, run_dir: Path, run_id: str, config: Mapping[str, Any], experiment: str = "hocket") -> None:
+    def __init__(
+        self, *, run_dir: Path, run_id: str, config: Mapping[str, Any], experiment: str = "hocket"
+    ) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -29,11 +31,21 @@ class Mlflow:
         self._client: Any = MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
         folder = f"file://{beside}/mlflow" if uri.startswith("sqlite:") else None
-        number = known.experiment_id if known else self._client.create_experiment(experiment, folder)
+        number = (
+            known.experiment_id if known else self._client.create_experiment(experiment, folder)
+        )
         runs = self._client.search_runs([number], f"tags.{TAG} = '{run_id}'")
-        run = runs[0] if runs else self._client.create_run(number, tags={TAG: run_id}, run_name=run_dir.name)
+        run = (
+            runs[0]
+            if runs
+            else self._client.create_run(number, tags={TAG: run_id}, run_name=run_dir.name)
+        )
         self._id = run.info.run_id
-        params = [Param(key, str(value)) for key, value in leaves(config).items() if key not in run.data.params]
+        params = [
+            Param(key, str(value))
+            for key, value in leaves(config).items()
+            if key not in run.data.params
+        ]
         for start in range(0, len(params), AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + AT_ONCE])
         self._client.update_run(self._id, "RUNNING")
@@ -41,7 +53,10 @@ class Mlflow:
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        found = [self._metric(re.sub(r"[^\w/ .:-]", "_", name), value, now, step) for name, value in metrics.items()]
+        found = [
+            self._metric(re.sub(r"[^\w/ .:-]", "_", name), value, now, step)
+            for name, value in metrics.items()
+        ]
         self._client.log_batch(self._id, metrics=found)
 
     def table(self, step: int, name: str, rows: Table) -> None:

@@ -26,16 +26,24 @@ class Wandb:
         import wandb
 
         mode = mode or os.environ.get("WANDB_MODE", "online")  # type: ignore[assignment]  # it checks its variable
-        if mode == "online" and not wandb.login(prompt=False, verify=False):  # else it would ask in the terminal
-            raise ValueError("it knows no key: type `wandb login`, or set {name: wandb, mode: offline}")
+        if mode == "online" and not wandb.login(
+            prompt=False, verify=False
+        ):  # else it would ask in the terminal
+            raise ValueError(
+                "it knows no key: type `wandb login`, or set {name: wandb, mode: offline}"
+            )
         same = {"id": run_id, "name": run_dir.name, "resume": "allow"}
         quiet = {"console": "off", "silent": True}
         self._table = wandb.Table
         self._run: Any = wandb.init(
             dir=run_dir, project=project, mode=mode, config=dict(config), settings=quiet, **same
         )
-        self._run.define_metric("*", step_metric="step")  # its own counter never goes back, as a resumed run does
-        self.where = f"wandb sync {self._run.settings.sync_dir}" if self._run.offline else str(self._run.url)
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # its own counter never goes back, as a resumed run does
+        self.where = (
+            f"wandb sync {self._run.settings.sync_dir}" if self._run.offline else str(self._run.url)
+        )
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({**metrics, "step": step})
@@ -54,7 +62,9 @@ class Wandb:
 class Trackio(Wandb):
     package = "trackio"
 
-    def __init__(self, *, run_dir: Path, run_id: str, config: Mapping[str, Any], project: str = "hocket") -> None:
+    def __init__(
+        self, *, run_dir: Path, run_id: str, config: Mapping[str, Any], project: str = "hocket"
+    ) -> None:
         import trackio
 
         self._table = trackio.Table
@@ -65,7 +75,11 @@ class Trackio(Wandb):
         self._run.log(dict(metrics), step=step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        numbers = {f"summary/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        numbers = {
+            f"summary/{name}": value
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        }
         self.metrics(int(values["steps"]), numbers)
 
     def close(self, *, failed: bool) -> None:

@@ -14,18 +14,28 @@ from hocket.commands.command import command, option, run_of
 @command(
     "watch",
     option("RUN", type=Path, nargs="+"),
-    option("--host", default="127.0.0.1", help="address of the page; any but loopback needs $HOCKET_TOKEN"),
+    option(
+        "--host",
+        default="127.0.0.1",
+        help="address of the page; any but loopback needs $HOCKET_TOKEN",
+    ),
     option("--port", type=int, default=8090, help="default 8090, or another that is free"),
-    option("--socket", type=int, help=argparse.SUPPRESS),  # a launcher's, which has said where it listens
+    option(
+        "--socket", type=int, help=argparse.SUPPRESS
+    ),  # a launcher's, which has said where it listens
 )
 def serve_page(args: argparse.Namespace) -> None:
     os.nice(10)  # a run comes first
     given = args.socket and socket.socket(fileno=args.socket)
     if given:
-        select.select([given], [], [])  # while no browser looks, a run has the second and the memory of the import
+        select.select(
+            [given], [], []
+        )  # while no browser looks, a run has the second and the memory of the import
     from hocket.extras.page.watch import watch
 
-    runs = [run if (run / "logs").exists() else run_of(run) for run in args.RUN]  # a launch's begins later
+    runs = [
+        run if (run / "logs").exists() else run_of(run) for run in args.RUN
+    ]  # a launch's begins later
     token = config_module.Config().token
     watch(runs, given or launch.listening(args.host, args.port, token), token)
 
@@ -33,8 +43,15 @@ def serve_page(args: argparse.Namespace) -> None:
 @command(
     "report",
     option("RUN", type=Path, nargs="+"),
-    option("--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs comparison.html"),
-    option("--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG, by Chromium"),
+    option(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: RUN/report.html, of several runs comparison.html",
+    ),
+    option(
+        "--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG, by Chromium"
+    ),
 )
 def report(args: argparse.Namespace) -> None:
     from hocket.extras.page import page

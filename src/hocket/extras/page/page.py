@@ -80,7 +80,9 @@ def write_pictures(report: Path, folder: Path) -> None:
     """Write the curves of a report as PNG, as Chromium draws them. Raise ConfigError where it can't."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise ConfigError("--png needs Chromium: apt install chromium; or save curves by the PNG buttons of the report")
+        raise ConfigError(
+            "--png needs Chromium: apt install chromium; or save curves by the PNG buttons of the report"
+        )
     with TemporaryDirectory() as profile:
         flags = ["--headless", "--disable-gpu", f"--user-data-dir={profile}"]
         if os.geteuid() == 0:  # it has no sandbox for root
@@ -92,7 +94,9 @@ def write_pictures(report: Path, folder: Path) -> None:
         raise ConfigError(f"{browser} drew no curve of {report}: {done.stderr[-500:]}")
     folder.mkdir(parents=True, exist_ok=True)
     for data, title in pictures:
-        (folder / f"{re.sub('[^a-z]+', '_', title.lower())}.png").write_bytes(base64.b64decode(data))
+        (folder / f"{re.sub('[^a-z]+', '_', title.lower())}.png").write_bytes(
+            base64.b64decode(data)
+        )
 
 
 def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:

@@ -21,10 +21,18 @@ class _Gauges(Collector):
         self._runs = runs
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        metric = GaugeMetricFamily("hocket_metric", "its newest value: docs/metrics.md", labels=["run", "metric"])
-        alarm = GaugeMetricFamily("hocket_alarm", "1: it is outside its healthy range", labels=["run", "metric"])
-        server = GaugeMetricFamily("hocket_server", "as the trainer knows it", labels=["run", "server", "metric"])
-        seen = GaugeMetricFamily("hocket_seen_timestamp_seconds", "end of the newest step", labels=["run"])
+        metric = GaugeMetricFamily(
+            "hocket_metric", "its newest value: docs/metrics.md", labels=["run", "metric"]
+        )
+        alarm = GaugeMetricFamily(
+            "hocket_alarm", "1: it is outside its healthy range", labels=["run", "metric"]
+        )
+        server = GaugeMetricFamily(
+            "hocket_server", "as the trainer knows it", labels=["run", "server", "metric"]
+        )
+        seen = GaugeMetricFamily(
+            "hocket_seen_timestamp_seconds", "end of the newest step", labels=["run"]
+        )
         for run in self._runs:
             name = run.folder.resolve().name
             for key, value in run.newest.items():

@@ -16,7 +16,16 @@ from typing import Any
 from hocket.common.files import numbered
 from hocket.observe.metrics import Alarms
 from hocket.observe.owner import LOCK
-from hocket.observe.rows import METRICS, TIMELINE, TRAINED, config_of, parsed, read_text, reading, rows_of
+from hocket.observe.rows import (
+    METRICS,
+    TIMELINE,
+    TRAINED,
+    config_of,
+    parsed,
+    read_text,
+    reading,
+    rows_of,
+)
 from hocket.observe.run_folder import plugin_texts
 
 NUM_PHASES = 100  # newest ones that are shown
@@ -61,7 +70,9 @@ class RunReader:
         self.reads += 1
         self._metrics = Tail(self.folder / METRICS)
         self._timeline = Tail(self.folder / TIMELINE)
-        self._columns = {name: array("d") for name in ("step", *TOTALS)}  # and of metrics: NaN where a step has none
+        self._columns = {
+            name: array("d") for name in ("step", *TOTALS)
+        }  # and of metrics: NaN where a step has none
         self.newest: dict[str, float] = {}  # of each metric the newest value
         self.alarms: dict[str, dict[str, Any]] = {}  # by metric
         self.unhealthy: dict[str, str] = {}  # in the newest step
@@ -89,7 +100,9 @@ class RunReader:
             return
         values = {name: math.nan if value is None else float(value) for name, value in row.items()}
         for name, of_step in TOTALS.items():
-            values[name] = self.newest.get(name, 0.0) + max(0.0, values.get(of_step, 0.0))  # max: of NaN 0
+            values[name] = self.newest.get(name, 0.0) + max(
+                0.0, values.get(of_step, 0.0)
+            )  # max: of NaN 0
         self.newest |= values
         self.unhealthy = self._alarms.step(values)
         for name, text in self.unhealthy.items():
@@ -116,13 +129,18 @@ class RunReader:
         """
         if not _NAME.fullmatch(name):
             return []
-        trained = {row["id"]: row for row in rows_of(self.folder / TRAINED / f"{name}.jsonl", tokens=tokens)}
+        trained = {
+            row["id"]: row
+            for row in rows_of(self.folder / TRAINED / f"{name}.jsonl", tokens=tokens)
+        }
         mark = json.dumps(group, ensure_ascii=False).encode() if group else b""
         rows = rows_of(self.folder / "rollouts" / f"{name}.jsonl", mark, tokens=tokens)
         found = [row | trained.get(row["id"], {}) for row in rows if group in ("", row["group_id"])]
         for row in found if tokens else ():
             row["texts"] = pieces(_tokenizer(self.folder), row["token_ids"])
-        if files := dict.fromkeys(image["file"] for row in found if tokens for image in row.get("images", ())):
+        if files := dict.fromkeys(
+            image["file"] for row in found if tokens for image in row.get("images", ())
+        ):
             from hocket.observe.vision import shown
 
             found[0]["pictures"] = shown(self.folder, files)
@@ -135,7 +153,9 @@ class RunReader:
             "name": self.folder.resolve().name,
             "config": read_text(self.folder / "config.yaml"),
             "plugins": plugin_texts(self.folder),
-            "rollouts": {kind: [*numbered(rollouts, f"{kind}_*.jsonl")] for kind in ("step", "eval")},
+            "rollouts": {
+                kind: [*numbered(rollouts, f"{kind}_*.jsonl")] for kind in ("step", "eval")
+            },
         }
 
     def news(self, step: int) -> dict[str, Any]:
@@ -165,7 +185,9 @@ def _has_owner(run_dir: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # it is locked, or there are no locks on this disk, where the file itself is the sign
+    except (
+        OSError
+    ):  # it is locked, or there are no locks on this disk, where the file itself is the sign
         return True
     return False
 

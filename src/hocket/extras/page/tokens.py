@@ -32,14 +32,23 @@ class TokenFiles(RunPart):
         keep(self._folder, self._measure, step, samples)
 
 
-def keep(folder: Path, measure: MeasureTokens | None, step: int, samples: Sequence[TrainSample]) -> None:
+def keep(
+    folder: Path, measure: MeasureTokens | None, step: int, samples: Sequence[TrainSample]
+) -> None:
     """Write trained/step_N.jsonl: each sequence's mean advantage; with `measure` what is known of each token, too."""
     measured = measure(samples) if measure else ()
     rows = []
     for one, columns in zip_longest(samples, measured):
-        row: dict[str, Any] = {"id": one.id, "advantage": _short(fmean(compress(one.advantages, one.sequence.mask)))}
+        row: dict[str, Any] = {
+            "id": one.id,
+            "advantage": _short(fmean(compress(one.advantages, one.sequence.mask))),
+        }
         if columns:
-            told = {"advantages": one.advantages, "trainer": columns["logprobs"], "entropy": columns["entropy"]}
+            told = {
+                "advantages": one.advantages,
+                "trainer": columns["logprobs"],
+                "entropy": columns["entropy"],
+            }
             row |= {name: [*map(_short, numbers)] for name, numbers in told.items()}
         rows.append(row)
     path = folder / TRAINED / f"step_{step:06d}.jsonl"

@@ -60,7 +60,9 @@ def make_app(runs: Sequence[RunReader]) -> FastAPI:
     @app.get("/events")
     async def events() -> Response:
         found = _events(runs)
-        paced = _paced(itertools.chain([next(found)], found), app.state.server)  # what is damaged is answered as such
+        paced = _paced(
+            itertools.chain([next(found)], found), app.state.server
+        )  # what is damaged is answered as such
         return StreamingResponse(paced, media_type="text/event-stream", headers=HEADERS)
 
     @app.get("/rollouts")
@@ -89,7 +91,9 @@ def _dump(content: Any) -> str:
 
 
 def _json(content: Any) -> Response:
-    return Response(_dump(content).encode(errors="replace"), media_type="application/json", headers=HEADERS)
+    return Response(
+        _dump(content).encode(errors="replace"), media_type="application/json", headers=HEADERS
+    )
 
 
 async def _unreadable(request: Request, error: Exception) -> Response:
@@ -106,11 +110,17 @@ def _events(runs: Sequence[RunReader]) -> Iterator[str]:
     while True:
         _look(runs)
         is_same = reads == [run.reads for run in runs]
-        news = [run.news(step) for run, step in zip(runs, steps, strict=True)] if is_same else data_of(runs)
+        news = (
+            [run.news(step) for run, step in zip(runs, steps, strict=True)]
+            if is_same
+            else data_of(runs)
+        )
         reads = [run.reads for run in runs]
         steps = [run.last_step for run in runs]
         text = _dump(news)
-        yield ":\n\n" if text == before else f"data: {text}\n\n"  # or a comment, which shows that this lives
+        yield (
+            ":\n\n" if text == before else f"data: {text}\n\n"
+        )  # or a comment, which shows that this lives
         before = text
 
 

@@ -10,8 +10,14 @@ from hocket.config import Config
 @command(
     "plan",
     SETTINGS,
-    option("--gpus", type=int, metavar="N", help="number of GPUs, 0: the CPU (default: what is here)"),
-    option("--gpu", metavar="SIZE", help="24GB, 48GB, 80GB or 141GB, H100 and the like (default: what is here)"),
+    option(
+        "--gpus", type=int, metavar="N", help="number of GPUs, 0: the CPU (default: what is here)"
+    ),
+    option(
+        "--gpu",
+        metavar="SIZE",
+        help="24GB, 48GB, 80GB or 141GB, H100 and the like (default: what is here)",
+    ),
 )
 def say_plan(args: argparse.Namespace) -> int:
     from hocket.extras.plan import plan

@@ -48,8 +48,14 @@ DECODE_MEMORY, DECODE_FLOPS = 0.7, 0.5  # shares that decoding reaches: assumed
 ITERATION_S = 0.004  # of scheduling and sampling, per decoded token: assumed
 ENGINE_GIB = 2.5  # of vLLM besides weights and KV cache: activations, CUDA graphs
 MAX_SEQUENCES = 1024  # vLLM's own limit on such cards
-DISK_S, NCCL_S, CHECKPOINT_S = 1.6e-9, 0.083e-9, 1e-9  # per byte: copy, write, sync, verify and load; broadcast; write
-PINNED = 2  # weights of a server asleep: torch rounds pinned blocks up to a power of two, and keeps them
+DISK_S, NCCL_S, CHECKPOINT_S = (
+    1.6e-9,
+    0.083e-9,
+    1e-9,
+)  # per byte: copy, write, sync, verify and load; broadcast; write
+PINNED = (
+    2  # weights of a server asleep: torch rounds pinned blocks up to a power of two, and keeps them
+)
 HOST_S = 0.46e-6  # of rank 0 per token (benchmarks/host.py)
 CPU_PROCESS_GIB = 1.0  # of a process on a CPU: libraries: assumed
 GPUS_PER_NODE = 8  # where none is here and only their size is asked for
@@ -57,7 +63,10 @@ HOST_GIB = 3.0  # of a process: libraries, CUDA's context, tokenizer: assumed
 # Bytes per trained parameter that DeepSpeed 0.19.8 keeps off the GPU, by ZeRO stage: master weights, moments, the
 # update's gradients, and weights in 16 bits (1, 2) or sums of gradients (3).
 OFFLOADED = {1: 18, 2: 18, 3: 20}
-UPDATE_BYTES, HOST_BANDWIDTH = 28, 100e9  # AdamW's reads and writes per parameter; a third of eight channels: assumed
+UPDATE_BYTES, HOST_BANDWIDTH = (
+    28,
+    100e9,
+)  # AdamW's reads and writes per parameter; a third of eight channels: assumed
 PCIE_BANDWIDTH = 25e9  # of each GPU, sixteen lanes of version 4: assumed
 PROMPT_TOKENS = 256  # assumed, without data.max_prompt_tokens
 LENGTH = 0.5  # mean completion, as a share of rollout.max_tokens: assumed
@@ -81,7 +90,9 @@ NUM_WAYS = 3
 class Needs:
     """What a run needs on one machine; sizes in bytes. Raise ConfigError where its GPUs can't be divided."""
 
-    def __init__(self, config: Config, num_gpus: int, gpu: Gpu, stage: Objective | None = None) -> None:
+    def __init__(
+        self, config: Config, num_gpus: int, gpu: Gpu, stage: Objective | None = None
+    ) -> None:
         self._config = config
         self._gpu = gpu
         server = config.server
@@ -99,32 +110,44 @@ class Needs:
         models = objective.models(config.model)
         self._model = models[0][1]
         self.parameters = sum(p.numel() for p in self._model.parameters())
-        self.trained = sum(p.numel() for _, whole in models for p in whole.parameters() if p.requires_grad)
+        self.trained = sum(
+            p.numel() for _, whole in models for p in whole.parameters() if p.requires_grad
+        )
         self.published = 2 * sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         self.weights = self.parameters * dtype.itemsize / size  # on each GPU of a server
         shape = Shape.of(self._model)
         self._kv_token = 2 * shape.layers * shape.key * dtype.itemsize
         left = GIB * (gpu.gib * server.gpu_memory_utilization - ENGINE_GIB) - self.weights
-        self.kv_cache = size * (server.kv_cache_mib << 20 if server.kv_cache_mib else left)  # of all GPUs of a server
+        self.kv_cache = size * (
+            server.kv_cache_mib << 20 if server.kv_cache_mib else left
+        )  # of all GPUs of a server
         self.kv_tokens = max(0, int(self.kv_cache / self._kv_token))
-        self.sequences = self.kv_tokens // tokenizers.context_length(config.model)  # of the full context
+        self.sequences = self.kv_tokens // tokenizers.context_length(
+            config.model
+        )  # of the full context
         beside = 0.0  # of a server, on a rank's GPU
         if not where.apart:
             asleep = config.launch.share_gpu
             beside = ENGINE_GIB * GIB + (0.0 if asleep else self.weights + self.kv_cache / size)
-        self.room = (1 - memory.MARGIN) * (gpu.gib * GIB - beside)  # but for what the trainer leaves, too
+        self.room = (1 - memory.MARGIN) * (
+            gpu.gib * GIB - beside
+        )  # but for what the trainer leaves, too
         rank = memory.needed(models, trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
         self.stage = default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
         per_token = rank.activations / int(trainer.micro_batch_tokens)
         free = self.room - (rank.total - rank.activations)
-        self.largest_micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))  # tokens that fit
+        self.largest_micro_batch = min(
+            memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token)
+        )  # tokens that fit
         self._prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
         limits = [source.max_tokens for source in config.sources.values()]
         weights = [source.weight for source in config.sources.values()]
         self._longest = max(limits)
         self._length = LENGTH * statistics.fmean(limits, weights)
         if config.trainer.micro_batch_tokens == "auto":  # at least one sequence
-            tokens = min(8192, max(self.largest_micro_batch, objective.unit * (self._prompt + self._longest)))
+            tokens = min(
+                8192, max(self.largest_micro_batch, objective.unit * (self._prompt + self._longest))
+            )
             rank = rank._replace(activations=per_token * tokens)
         self.rank = rank
         backend = config.sync.transport
@@ -146,16 +169,22 @@ class Needs:
         rank = self.rank
         num_ranks = self.where.num_ranks
         checkpoint = 12 * self.trained
-        found: dict[str, float] = {"processes": HOST_GIB * GIB * (len(self.where.servers) + num_ranks)}
+        found: dict[str, float] = {
+            "processes": HOST_GIB * GIB * (len(self.where.servers) + num_ranks)
+        }
         if config.trainer.offload_optimizer:
             found["offloaded"] = OFFLOADED[self.stage] * self.trained
         if config.launch.share_gpu:
             if config.model.lora:
                 found["while the trainer trains"] = PINNED * self.weights
-            found["while the server generates"] = num_ranks * (rank.weights + rank.gradients + rank.optimizer)
+            found["while the server generates"] = num_ranks * (
+                rank.weights + rank.gradients + rank.optimizer
+            )
         if not self.broadcasts:
             found["version"] = self.published * (1 + (config.sync.transport == "delta"))
-        found["checkpoint"] = checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES)
+        found["checkpoint"] = (
+            checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES)
+        )
         return found
 
     @property
@@ -176,12 +205,20 @@ class Needs:
         read = self.weights + running * (prompt + length / 2) * self._kv_token / size
         product = 2 * self.parameters * running / size / (DECODE_FLOPS * peak)
         iteration = ITERATION_S + max(read / (DECODE_MEMORY * self._gpu.bandwidth), product)
-        prefill = 2 * self.parameters * prompt * mine / rollout.group_size / size / (DECODE_FLOPS * peak)
+        prefill = (
+            2 * self.parameters * prompt * mine / rollout.group_size / size / (DECODE_FLOPS * peak)
+        )
         model = flops.model_flops(self._model)
         of_step = flops.step_flops(model, [int(prompt + length)] * count, int(length * count))
-        again = count - rollout.prompts_per_step if config.trainer.share_prefixes else 0  # prompts of others
+        again = (
+            count - rollout.prompts_per_step if config.trainer.share_prefixes else 0
+        )  # prompts of others
         of_step -= flops.step_flops(model, [prompt] * again, 0)
-        update = of_step / (num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
+        update = (
+            of_step
+            / (num_ranks * MFU * peak)
+            * (4 / 3 if config.trainer.gradient_checkpointing else 1)
+        )
         epochs = config.algorithm.epochs
         updates = config.algorithm.updates
         passes = (config.algorithm.kl != "off") + (updates > 1)  # of log-probs alone
@@ -196,7 +233,9 @@ class Needs:
             tokens = config.trainer.micro_batch_tokens
             rows = num_ranks / config.trainer.sequence_parallel  # that are computed at a time
             share = (count * (prompt + length) - again * prompt) * epochs / updates / rows
-            micro_batches = math.ceil(share / (self.largest_micro_batch if tokens == "auto" else tokens))
+            micro_batches = math.ceil(
+                share / (self.largest_micro_batch if tokens == "auto" else tokens)
+            )
             # At stage 3 the sums go to the GPU and back with every micro-batch.
             travels = (8 * micro_batches if self.stage == 3 else 4) + 2
             per_parameter = UPDATE_BYTES / HOST_BANDWIDTH + travels / num_ranks / PCIE_BANDWIDTH
@@ -222,7 +261,9 @@ def on_cpu(config: Config, stage: Objective | None) -> Iterator[str]:
     models = objective.models(config.model)
     dtype = compute_dtype(config.model, torch.device("cpu"))
     num_ranks = config.launch.trainers or 1
-    rank = memory.needed(models, config.trainer.unmeasured(), dtype, num_ranks=num_ranks, on_gpu=False)
+    rank = memory.needed(
+        models, config.trainer.unmeasured(), dtype, num_ranks=num_ranks, on_gpu=False
+    )
     parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
     free = machine.free_memory()
     yield (
@@ -244,7 +285,9 @@ def on_cpu(config: Config, stage: Objective | None) -> Iterator[str]:
         yield f"does not fit: {total / GIB:.1f} GiB are needed and {free / GIB:.1f} are free; choose {advice}"
 
 
-def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective | None) -> Iterator[tuple[str, Needs]]:
+def ways_out(
+    arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective | None
+) -> Iterator[tuple[str, Needs]]:
     """Yield settings with which a config fits, and its needs then, the least costly first."""
     found: list[set[str]] = []
     for way in WAYS:
@@ -271,9 +314,13 @@ def report(
         raise ConfigError(f"--gpus {num_gpus}: a plan needs 1 or more, or 0 for this machine's CPU")
     if size is None:
         size = size_here()
-    size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
+    size = next(
+        (known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size
+    )
     if size not in GPUS:
-        raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
+        raise ConfigError(
+            f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}"
+        )
     gpu = GPUS[size]
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)

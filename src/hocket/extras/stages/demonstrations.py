@@ -35,7 +35,9 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
         samples = _samples(renderer, data, columns, end)
         return texts_of(samples), functools.partial(sequences, renderer, samples, pictures=pictures)
 
-    rows = list(itertools.chain.from_iterable(in_parts(data, names, render, renderer.encode_prompts)))
+    rows = list(
+        itertools.chain.from_iterable(in_parts(data, names, render, renderer.encode_prompts))
+    )
     return fitting("demonstrations", rows, [len(row.mask) for row in rows], data, max_length)
 
 
@@ -44,7 +46,9 @@ def texts_of(samples: Iterable[Sequence[Passage]]) -> list[str]:
     return [text for sample in samples for read, said, _ in sample for text in (read, read + said)]
 
 
-def fitting(what: str, rows: Sequence[T], lengths: Sequence[int], data: DataConfig, max_length: int) -> list[T]:
+def fitting(
+    what: str, rows: Sequence[T], lengths: Sequence[int], data: DataConfig, max_length: int
+) -> list[T]:
     """Return the rows that are short enough, and say how many are not; raise DataError if none is."""
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
     too_long = f"more than {max_length} tokens, the model's context or model.max_length; the longest has {max(lengths)}"
@@ -57,8 +61,12 @@ def fitting(what: str, rows: Sequence[T], lengths: Sequence[int], data: DataConf
     return kept
 
 
-def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int) -> list[list[Passage]]:
-    whole = [name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)]
+def _samples(
+    renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int
+) -> list[list[Passage]]:
+    whole = [
+        name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)
+    ]
     if whole and data.response_column not in columns:
         otherwise = f", or name its column in {data.section}.response_column"
         turns = renderer.introduced(turns_of(renderer, columns[whole[0]], whole[0], otherwise))
@@ -104,14 +112,26 @@ def conversation(
         asked = renderer.render(messages[:index], tools=tools)
         if whole.startswith(asked):
             turn = whole[len(asked) :]
-        elif message.keys() <= {"role", "content"}:  # the template has left the turn's own thought out
-            turn = _behind(opening_of(asked), message["content"], f"message {index}") + renderer.after_turn
+        elif message.keys() <= {
+            "role",
+            "content",
+        }:  # the template has left the turn's own thought out
+            turn = (
+                _behind(opening_of(asked), message["content"], f"message {index}")
+                + renderer.after_turn
+            )
         else:
             what = f"the chat template does not write message {index} as it lets the model begin it: {asked[-20:]!r}"
             raise ValueError(f"{what}; write all into its content, or use another template")
-        calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, dict)]
+        calls = [
+            call.get("function", call)
+            for call in message.get("tool_calls", ())
+            if isinstance(call, dict)
+        ]
         if any(str(call.get("name", "")) not in turn for call in calls):
-            raise ValueError(f"the chat template leaves the tool calls of message {index} out: use another template")
+            raise ValueError(
+                f"the chat template leaves the tool calls of message {index} out: use another template"
+            )
         if not samples or not asked.startswith(said):
             samples.append([])
             told = ""
@@ -121,7 +141,9 @@ def conversation(
         told = asked + body
         said = asked + turn
     if not samples:
-        raise ValueError("no turn of the assistant is taught, as all have the weight 0: remove the row")
+        raise ValueError(
+            "no turn of the assistant is taught, as all have the weight 0: remove the row"
+        )
     return samples
 
 
@@ -153,7 +175,11 @@ def sequences(
         for image in images:
             mask[image.start : image.start + 1] = [False] * image.length
         zeros = (0.0,) * len(mask)
-        found.append(TokenSequence(token_ids=array("I", ids), mask=tuple(mask), logprobs=zeros, images=images))
+        found.append(
+            TokenSequence(
+                token_ids=array("I", ids), mask=tuple(mask), logprobs=zeros, images=images
+            )
+        )
     return found
 
 
@@ -163,7 +189,9 @@ def _behind(opening: str, response: str, what: str) -> str:
     if response.lstrip().startswith(opening.strip()):
         response = response.lstrip().removeprefix(opening.strip()).lstrip()
     if "</think>" not in opening + response:
-        raise ValueError(f"the prompt opens a thought, {what} never closes it: begin it with the thought and </think>")
+        raise ValueError(
+            f"the prompt opens a thought, {what} never closes it: begin it with the thought and </think>"
+        )
     return response
 
 
@@ -173,5 +201,7 @@ def turns_of(renderer: Renderer, messages: Any, name: str, otherwise: str = "") 
     last = turns[-1]["role"]
     if last != "assistant":
         advice = f"remove that, or add the answer{otherwise}"
-        raise ValueError(f"column {name!r} ends with a message of {last!r}, which nothing answers: {advice}")
+        raise ValueError(
+            f"column {name!r} ends with a message of {last!r}, which nothing answers: {advice}"
+        )
     return turns

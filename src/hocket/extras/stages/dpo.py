@@ -31,7 +31,9 @@ class DpoOptions(Stage):
 
     loss: Literal["dpo", "ipo", "cdpo", "robust", "simpo"] = "dpo"
     beta: Annotated[float, Field(gt=0)] = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # share of pairs that are the wrong way round
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = (
+        0.0  # share of pairs that are the wrong way round
+    )
     length_normalized: bool = False  # means over tokens in place of sums
     gamma: Annotated[float, Field(ge=0)] = 0.0  # margin of simpo
     reference: UserPath | None = None  # default: the model that training begins with
@@ -43,22 +45,30 @@ class DpoOptions(Stage):
             ("reference", self.reference, ("dpo", "ipo", "cdpo", "robust")),
         ):
             if given and self.loss not in losses:
-                raise ValueError(f"{option} has no effect with loss={self.loss}, only with {' or '.join(losses)}")
+                raise ValueError(
+                    f"{option} has no effect with loss={self.loss}, only with {' or '.join(losses)}"
+                )
 
     def objective(self, model: ModelConfig) -> Objective:
-        auxiliaries = [Auxiliary(column=REFERENCE, load=lambda trainer: trainer.columns["logprobs"])]
+        auxiliaries = [
+            Auxiliary(column=REFERENCE, load=lambda trainer: trainer.columns["logprobs"])
+        ]
         if self.reference is not None:
             auxiliaries = [frozen(self.reference, "dpo.reference", model)]
         if self.loss == "simpo":
             auxiliaries = []
-        return Objective(loss=functools.partial(pair_loss, options=self), auxiliaries=auxiliaries, unit=2)
+        return Objective(
+            loss=functools.partial(pair_loss, options=self), auxiliaries=auxiliaries, unit=2
+        )
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
         found = load_preferences(data, tokenizer, longest)
         return [(pairs.sample(pair.chosen), pairs.sample(pair.rejected)) for pair in found]
 
 
-def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, options: DpoOptions) -> LossOutput:
+def pair_loss(
+    logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, options: DpoOptions
+) -> LossOutput:
     """Return the batch's share of the mean of `losses` over pairs.
 
     h = log π(chosen) / ref(chosen) − log π(rejected) / ref(rejected), of sums or means over tokens; simpo: without ref.
@@ -68,7 +78,9 @@ def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, option
     ratios_p2 = logps_p2
     if REFERENCE in batch.columns:
         reference_p2 = pairs.sums(batch.columns[REFERENCE], batch)
-        is_equal_p2 = logps_p2.float() == reference_p2.float()  # columns are float32: their rounding is no difference
+        is_equal_p2 = (
+            logps_p2.float() == reference_p2.float()
+        )  # columns are float32: their rounding is no difference
         ratios_p2 = logps_p2 - logps_p2.detach().where(is_equal_p2, reference_p2)
     compared_p2 = ratios_p2
     if options.length_normalized or options.loss in ("ipo", "simpo"):
@@ -77,7 +89,9 @@ def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, option
     loss = pairs.mean(losses(chosen_p - rejected_p, options), batch)
     rewards_p2 = compared_p2 if options.loss == "simpo" else ratios_p2
     metrics = pairs.metrics(options.beta * rewards_p2, batch)
-    for name, of_side_p in zip(("chosen", "rejected"), logps_p2.detach().unbind(dim=1), strict=True):
+    for name, of_side_p in zip(
+        ("chosen", "rejected"), logps_p2.detach().unbind(dim=1), strict=True
+    ):
         metrics[f"logps/{name}"] = pairs.mean(of_side_p, batch)
     return LossOutput(loss=loss, metrics=metrics)
 

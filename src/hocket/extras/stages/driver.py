@@ -24,10 +24,10 @@ from hocket.extras.stages import pairs, stage_of
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
-from hocket.trainer import batching, checkpoints, memory
-from hocket.trainer.batching import keys
+from hocket.trainer import checkpoints, memory, packing
 from hocket.trainer.checkpoints import Checkpoints, Resumable, Saved
 from hocket.trainer.objective import Objective
+from hocket.trainer.packing import keys
 from hocket.trainer.policy import compute_dtype
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
@@ -80,13 +80,19 @@ def run(config: Config, command: str, *, dry_run: bool = False) -> None:
             Trainer(config, objective=objective).follow()
         return
     if config.data.sources:
-        raise ConfigError(f"data.sources is for train: {command} has one data.source; join the rows to one file")
+        raise ConfigError(
+            f"data.sources is for train: {command} has one data.source; join the rows to one file"
+        )
     if config.checkpoint.best is not None:
         advice = "leave it out, and raise checkpoint.keep to choose among the checkpoints by metrics.jsonl"
-        raise ConfigError(f"checkpoint.best is for train: {command} would keep nothing by it; {advice}")
+        raise ConfigError(
+            f"checkpoint.best is for train: {command} would keep nothing by it; {advice}"
+        )
     output = config.run_dir / "model"
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
-        raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
+        raise ConfigError(
+            f"{output} exists and is not a model; choose another run.dir, or remove it"
+        )
     load_plugins(config.plugins)  # data.source may be a task of one
     with owning(config.run_dir, print, wait=config.checkpoint.resume and not dry_run):
         saved = checkpoints.find(config, print, command=command, dry_run=dry_run)
@@ -116,7 +122,11 @@ class _Task(NamedTuple):
     def num_rows(self) -> int:
         """Rows that are trained, counted in each epoch."""
         epochs = getattr(self.config, self.command).epochs
-        return self.config.trainer.steps * self.batch_size if epochs is None else epochs * len(self.rows)
+        return (
+            self.config.trainer.steps * self.batch_size
+            if epochs is None
+            else epochs * len(self.rows)
+        )
 
     @property
     def num_steps(self) -> int:
@@ -159,10 +169,12 @@ def _check(task: _Task) -> None:
     if settings.micro_batch_tokens != "auto":
         samples = [*flat(rows), *flat(held_out)]
         # Where a run may share less, it says so itself.
-        packer = batching.chosen_packer(settings.share_prefixes)
-        batching.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, packer=packer)
+        packer = packing.chosen_packer(settings.share_prefixes)
+        packing.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, packer=packer)
     num_parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
-    print(f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}")
+    print(
+        f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}"
+    )
     for line in task.outlook(tokenizers.load(config.model.path)):
         print(line)
     print("nothing stands in the way of a run, as far as is seen without the weights")
@@ -183,7 +195,9 @@ def _train(task: _Task, saved: Saved | None) -> None:
         parts: dict[str, Resumable] = {"recorder": folder, command: kept}
         if objective.auxiliaries:
             if saved is None:
-                console.say(f"the reference's log-probs of {len(rows)} {stage.rows} are measured once")
+                console.say(
+                    f"the reference's log-probs of {len(rows)} {stage.rows} are measured once"
+                )
                 kept.measured = _measured(trainer, rows)
             else:
                 kept.restore(saved.parts[command])
@@ -196,7 +210,9 @@ def _train(task: _Task, saved: Saved | None) -> None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
         trainer.check_fits([*flat(rows), *measured])
-        console.say(f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}")
+        console.say(
+            f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}"
+        )
         for line in task.outlook(trainer.tokenizer):
             console.say(line)
         if saved is None and held_out:
@@ -213,13 +229,19 @@ def _train(task: _Task, saved: Saved | None) -> None:
         with Checkpoints(config, trainer.state, parts, last=last, after=copies) as written:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
-                metrics = trainer.step(flat(itertools.islice(order, size)), keep=folder.skipped(step))
+                metrics = trainer.step(
+                    flat(itertools.islice(order, size)), keep=folder.skipped(step)
+                )
                 if held_out and (step == steps or step % (config.eval.every_steps or steps) == 0):
                     metrics |= stage.held_out(trainer, measured)
                 metrics |= written.copy(step, last=step == steps)
                 folder.finish(step, metrics)
                 written.complete(step, metrics)
-                if "eval/loss" in metrics or step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
+                if (
+                    "eval/loss" in metrics
+                    or step in (last + 1, steps)
+                    or step % max(1, steps // NUM_LINES) == 0
+                ):
                     left_s = (time.perf_counter() - start) / (step - last) * (steps - step)
                     speed = f"{metrics['train/tokens_per_s']:,.0f} tokens/s  {left_s:.0f} s left"
                     console.say(f"step {step}/{steps}  {_said(metrics)}  {speed}")
@@ -245,8 +267,13 @@ def _load(stage: Stage, config: Config, *, uses_logits: bool) -> tuple[list[Unit
 def _measured(trainer: Trainer, rows: Sequence[Unit]) -> list[dict[str, float]]:
     """Return the sums over each sequence of what the objective needs beside the policy."""
     sequences = [sample.sequence for sample in flat(rows)]
-    parts = (trainer.measure(sequences[first : first + CHUNK]) for first in range(0, len(sequences), CHUNK))
-    return [{name: math.fsum(columns[name]) for name in columns} for columns in itertools.chain(*parts)]
+    parts = (
+        trainer.measure(sequences[first : first + CHUNK])
+        for first in range(0, len(sequences), CHUNK)
+    )
+    return [
+        {name: math.fsum(columns[name]) for name in columns} for columns in itertools.chain(*parts)
+    ]
 
 
 def _with(measured: Iterable[Mapping[str, float]], rows: Iterable[Unit]) -> list[Unit]:
@@ -265,7 +292,9 @@ def in_epochs(rows: Sequence[Unit], seed: int) -> Iterator[Unit]:
 
 
 def _said(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{word} {metrics[name]:.4f}" for name, word in SAID.items() if name in metrics)
+    return "  ".join(
+        f"{word} {metrics[name]:.4f}" for name, word in SAID.items() if name in metrics
+    )
 
 
 def _shown(row: Unit, tokenizer: Any) -> str:
@@ -300,4 +329,6 @@ class Units:
         self.measured = known.pop("measured")
         if known != self._state:
             advice = "use the same data section, files and tokenizer, or start a new run"
-            raise DataError(f"can't resume: the {self._name} were {known} and are {self._state} now; {advice}")
+            raise DataError(
+                f"can't resume: the {self._name} were {known} and are {self._state} now; {advice}"
+            )

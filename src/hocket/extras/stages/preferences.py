@@ -27,7 +27,9 @@ class Preference:
     margin: float | None = None  # by which the chosen one is better
 
 
-def load_preferences(data: DataConfig, tokenizer: Any, max_length: int, *, whole: bool = False) -> list[Preference]:
+def load_preferences(
+    data: DataConfig, tokenizer: Any, max_length: int, *, whole: bool = False
+) -> list[Preference]:
     """Return the pairs that are short enough.
 
     `whole`: behind the last token is all that a chat template writes there, without a template not even EOS.
@@ -49,7 +51,9 @@ def load_preferences(data: DataConfig, tokenizer: Any, max_length: int, *, whole
         def pair(token_ids: list[list[int]]) -> Preference:
             chosen, rejected = demonstrations.sequences(renderer, samples, token_ids, pictures)
             if chosen.token_ids == rejected.token_ids:
-                raise ValueError("columns 'chosen' and 'rejected' are equal: no one prefers either; remove the row")
+                raise ValueError(
+                    "columns 'chosen' and 'rejected' are equal: no one prefers either; remove the row"
+                )
             return Preference(chosen=chosen, rejected=rejected, margin=margin)
 
         return demonstrations.texts_of(samples), pair
@@ -67,7 +71,9 @@ def _samples(
         raise ValueError(f"no columns 'chosen' and 'rejected', only {there}: rename two of them")
     if any(isinstance(columns[name], str) for name in SIDES):
         asked, _ = renderer.prompt(columns, demonstrations.tools_of(columns))
-        return [demonstrations.answered(renderer, asked, columns[name], name, end) for name in SIDES]
+        return [
+            demonstrations.answered(renderer, asked, columns[name], name, end) for name in SIDES
+        ]
     sides = [demonstrations.turns_of(renderer, columns[name], name) for name in SIDES]
     if isinstance(columns.get(data.prompt_column), list) or sides[0][0]["role"] == "assistant":
         prompt = renderer.prompt(columns)[1] or ()
@@ -83,8 +89,12 @@ def _samples(
         role = side[first]["role"]
         if role != "assistant":
             advice = "chosen and rejected must be alike up to an answer of the assistant"
-            raise ValueError(f"column {name!r} has a message of {role!r} behind the prompt: {advice}")
+            raise ValueError(
+                f"column {name!r} has a message of {role!r} behind the prompt: {advice}"
+            )
         samples += demonstrations.conversation(renderer, side, tools, end, first=first)
     if len(samples) > len(sides):
-        raise ValueError("the chat template rewrites earlier turns: leave the last ones alone behind the prompt")
+        raise ValueError(
+            "the chat template rewrites earlier turns: leave the last ones alone behind the prompt"
+        )
     return samples

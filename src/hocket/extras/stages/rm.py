@@ -39,7 +39,9 @@ class RewardModel(ScalarModel):
         head.requires_grad_(True)  # beside an adapter, too
         compute_in_float32(head)
         self._row_n: Tensor | None = None  # places that are read; None: all
-        *_, last = (layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer))
+        *_, last = (
+            layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)
+        )
         if hasattr(last, "mlp") and not Shape.of(self.model).experts:
             last.mlp.forward = functools.partial(self._where_read, last.mlp.forward)
 
@@ -58,7 +60,9 @@ class RewardModel(ScalarModel):
         self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
         """Write a whole model, with an adapter merged into it."""
-        self.weights.make_model({name.removeprefix(PREFIX): tensor for name, tensor in named}, dtype, folder)
+        self.weights.make_model(
+            {name.removeprefix(PREFIX): tensor for name, tensor in named}, dtype, folder
+        )
         return {}
 
 
@@ -70,15 +74,21 @@ class RmOptions(Stage):
     rows = "comparisons"
     rate = "reward models mostly take 1e-5, 10x as much with model.lora"
 
-    center_coef: Annotated[float, Field(ge=0)] = 0.0  # weight of the term that keeps scores around 0
+    center_coef: Annotated[float, Field(ge=0)] = (
+        0.0  # weight of the term that keeps scores around 0
+    )
 
     def objective(self, model: ModelConfig) -> Objective:
-        return Objective(loss=functools.partial(comparison_loss, options=self), kind=RewardModel, unit=2)
+        return Objective(
+            loss=functools.partial(comparison_loss, options=self), kind=RewardModel, unit=2
+        )
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
         if tokenizer.chat_template and not data.chat_template:
             what = f"the reward reward_model would read text in {tokenizer.name_or_path}'s chat template"
-            raise ConfigError(f"{what}: set data.chat_template=true, or take the template out of the model's folder")
+            raise ConfigError(
+                f"{what}: set data.chat_template=true, or take the template out of the model's folder"
+            )
         pad = tokenizer.pad_token_id
         return [
             (_read(pair.chosen, pad, pair.margin or 0.0), _read(pair.rejected, pad, 0.0))
@@ -92,7 +102,9 @@ def _read(sequence: TokenSequence, pad: int | None, margin: float) -> TrainSampl
     while ids[-1] == pad:
         ids.pop()
     mask = (False,) * len(ids) + (True,)  # where the token that follows would be predicted
-    read = dataclasses.replace(sequence, token_ids=ids + ids[-1:], mask=mask, logprobs=(0.0,) * len(mask))
+    read = dataclasses.replace(
+        sequence, token_ids=ids + ids[-1:], mask=mask, logprobs=(0.0,) * len(mask)
+    )
     return pairs.sample(read, margins=margin)
 
 

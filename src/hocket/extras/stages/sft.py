@@ -37,4 +37,6 @@ class Sft(Stage):
 def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
     """Return −Σ mask · logprobs / tokens: the batch's share of the mean cross-entropy, in nats."""
     del entropy_bt
-    return LossOutput(loss=-logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global, metrics={})
+    return LossOutput(
+        loss=-logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global, metrics={}
+    )

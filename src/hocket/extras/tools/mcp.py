@@ -50,12 +50,16 @@ class McpServer:
         self.command = command
         self.url = url
         self.variables = {name: _value(name) for name in env}
-        self.headers = {name: secret(_value(variable), f"${variable}") for name, variable in headers.items()}
+        self.headers = {
+            name: secret(_value(variable), f"${variable}") for name, variable in headers.items()
+        }
         try:
             listed = run(self._listed())
         except (LostError, TimeoutError) as error:
             what = str(error) or f"{self} lists no tools within {LIST_S:g} s"
-            raise ConfigError(f"env.mcp: {what}; try by hand whether it starts, or answers at that URL") from error
+            raise ConfigError(
+                f"env.mcp: {what}; try by hand whether it starts, or answers at that URL"
+            ) from error
         unknown = set(tools) - listed.keys()
         if unknown:
             raise ValueError(f"{self} has no tools {sorted(unknown)}, only {', '.join(listed)}")
@@ -73,7 +77,11 @@ class McpServer:
         for _ in range(MAX_PAGES):
             page = await session.ask(LIST_S, "list_tools", cursor=cursor)
             for tool in page.tools:
-                function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+                function = {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                }
                 schemas[tool.name] = {"type": "function", "function": function}
             cursor = page.next_cursor
             if cursor is None:
@@ -89,7 +97,9 @@ class ServerTools:
     def __init__(self, server: McpServer) -> None:
         self._server = server
         self._session: Session | None = None
-        self.tools = {name: Tool(schema, partial(self._call, name)) for name, schema in server.schemas.items()}
+        self.tools = {
+            name: Tool(schema, partial(self._call, name)) for name, schema in server.schemas.items()
+        }
 
     async def close(self) -> None:
         if self._session is not None and self._server.shared is None:
@@ -135,11 +145,17 @@ class Session:
         async with contextlib.AsyncExitStack() as stack:
             if self._server.command is not None:
                 command, *arguments = kill_with_parent(shlex.split(self._server.command))
-                parameters = StdioServerParameters(command=command, args=arguments, env=self._server.variables)
+                parameters = StdioServerParameters(
+                    command=command, args=arguments, env=self._server.variables
+                )
                 transport = stdio_client(parameters, errlog=self._stderr)
             else:
-                http = await stack.enter_async_context(AsyncClient(headers=self._server.headers, timeout=None))
-                transport = streamable_http_client(self._server.url, http_client=http, max_sse_event_size=None)
+                http = await stack.enter_async_context(
+                    AsyncClient(headers=self._server.headers, timeout=None)
+                )
+                transport = streamable_http_client(
+                    self._server.url, http_client=http, max_sse_event_size=None
+                )
             async with asyncio.timeout(seconds):
                 client = await stack.enter_async_context(Client(transport, cache=None))
             self._client.set_result(client)
@@ -180,7 +196,9 @@ class Session:
         unasked = not self._client.done() or (refused and self._server.shared is not None)
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        why = " | ".join(filter(None, [f"{type(error).__name__}: {error}", last_lines(self._stderr, NUM_LINES)]))
+        why = " | ".join(
+            filter(None, [f"{type(error).__name__}: {error}", last_lines(self._stderr, NUM_LINES)])
+        )
         proxy = proxy_of(self._server.url or "")
         through = proxy and f" (asked through the proxy {proxy})"
         return (UnaskedError if unasked else LostError)(f"{self._server} is lost{through}: {why}")
@@ -189,7 +207,9 @@ class Session:
 @functools.cache
 def _server(settings: str) -> McpServer:
     """Return the server of these settings, in JSON; there is one in a process."""
-    return McpServer(**options_of("an MCP server", McpServer, json.loads(settings), section="env.mcp"))
+    return McpServer(
+        **options_of("an MCP server", McpServer, json.loads(settings), section="env.mcp")
+    )
 
 
 def connection(given: Mapping[str, Any]) -> ServerTools:
@@ -203,5 +223,7 @@ def _value(variable: str) -> str:
     """Return that of an environment variable, never shown where its name is a secret's."""
     value = os.environ.get(variable)
     if value is None:
-        raise ConfigError(f"env.mcp names the environment variable {variable}, which is not set: export it")
+        raise ConfigError(
+            f"env.mcp names the environment variable {variable}, which is not set: export it"
+        )
     return secret(value, f"${variable}") if SECRET_NAME.search(variable) else value

@@ -30,7 +30,9 @@ TOOLS: Registry[Callable[..., Any]] = Registry("tool")
 def tool(function: F) -> F:
     """Register a function as the tool of its name (decorator)."""
     if isinstance(function, str):
-        raise ConfigError(f"@tool({function!r}): write @tool alone, as a tool has the name of its function")
+        raise ConfigError(
+            f"@tool({function!r}): write @tool alone, as a tool has the name of its function"
+        )
     TOOLS.register(function.__name__)(function)
     return function
 
@@ -59,14 +61,20 @@ class Tools(Environment):
         if not self._tools:
             raise ValueError("it has no tools: name some under tools, or servers under mcp")
         if len(self._tools) < len(all_tools):
-            raise ValueError("two tools have the same name: choose among those of a server by its option tools")
+            raise ValueError(
+                "two tools have the same name: choose among those of a server by its option tools"
+            )
         self.step_timeout_s = call_timeout_s
-        self.toolbox = Toolbox(parser=parser, tools=tuple(dict(tool.schema) for tool in self._tools.values()))
+        self.toolbox = Toolbox(
+            parser=parser, tools=tuple(dict(tool.schema) for tool in self._tools.values())
+        )
         self._num_calls = 0
         self._given_s = self._left_s = tool_seconds
         self._max_result = max_result
         self.metrics: dict[str, float] = {
-            f"tool/{name}/{what}": 0.0 for name in self._tools for what in ("calls", "errors", "seconds")
+            f"tool/{name}/{what}": 0.0
+            for name in self._tools
+            for what in ("calls", "errors", "seconds")
         }
 
     async def step(self, action: Action) -> Step:
@@ -110,7 +118,11 @@ class Tools(Environment):
             result = await self._tools[call.name].call(arguments, seconds)
             if type(result).__module__.startswith("PIL."):  # the model sees what a tool draws
                 return [{"type": "image", "image": result}]
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            return (
+                result
+                if isinstance(result, str)
+                else json.dumps(result, ensure_ascii=False, default=str)
+            )
         except LostError:
             raise
         except TimeoutError:
@@ -152,7 +164,10 @@ def _sandbox() -> ModuleType:
 @functools.cache
 def _tool(function: Callable[..., Any]) -> Tool:
     from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+    )
 
     async def call(arguments: Mapping[str, Any], seconds: float) -> Any:
         async with asyncio.timeout(seconds):
@@ -161,4 +176,6 @@ def _tool(function: Callable[..., Any]) -> Tool:
     try:
         return Tool(get_json_schema(function), call)
     except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ConfigError(f"tool {function.__name__!r} can't be shown to a model: {error}") from error
+        raise ConfigError(
+            f"tool {function.__name__!r} can't be shown to a model: {error}"
+        ) from error

@@ -15,7 +15,9 @@ from hocket.extras.verifiers.rows import made
 
 _FAILURES = ContextVar[list[str]]("failures")
 """Of the reward functions of the rollout that is scored: a rubric logs them, and counts 0."""
-_TELLING = set[Callable[..., Any]]()  # reward functions that note them; all runs of a process share an environment
+_TELLING = set[
+    Callable[..., Any]
+]()  # reward functions that note them; all runs of a process share an environment
 
 
 @environment("verifiers")
@@ -31,10 +33,14 @@ class Verifiers(Agent):
         self.concurrency = concurrency
         self._env = made(env, args)
         if self._env.requires_group_rollouts:
-            raise ValueError(f"the rubric of {env} compares the rollouts of a group: have it score each by itself")
+            raise ValueError(
+                f"the rubric of {env} compares the rollouts of a group: have it score each by itself"
+            )
         for rubric in getattr(self._env.rubric, "rubrics", [self._env.rubric]):
             weighed = zip(rubric.funcs, rubric.weights, strict=True)
-            rubric.funcs = [_telling(function) if weight else function for function, weight in weighed]
+            rubric.funcs = [
+                _telling(function) if weight else function for function, weight in weighed
+            ]
         self._play = self._rollout
 
     async def _rollout(self, task: Task) -> float:
@@ -45,7 +51,9 @@ class Verifiers(Agent):
         row["prompt"] = [*task.messages]
         failures = list[str]()
         _FAILURES.set(failures)
-        output = await self._env.run_rollout(row, OpenAIChatCompletionsClient(asked), task.model, {})
+        output = await self._env.run_rollout(
+            row, OpenAIChatCompletionsClient(asked), task.model, {}
+        )
         if output["error"]:
             raise RuntimeError(output["error"])
         if failures:
@@ -75,4 +83,6 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
 def _client() -> Any:
     import openai
 
-    return openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")  # whose connections all episodes share
+    return openai.AsyncOpenAI(
+        base_url="http://127.0.0.1", api_key="none"
+    )  # whose connections all episodes share

@@ -18,7 +18,9 @@ NO_ANSWER = "what the rubric takes"
 def rows(data: DataConfig) -> Iterator[dict[str, Any]]:
     """Yield a chat, an answer, and all that the environment's rubric reads; `data.options` are its arguments."""
     environment = made(data.source.removeprefix("verifiers:"), data.options)
-    for row in environment.get_dataset() if data.split == "train" else environment.get_eval_dataset():
+    for row in (
+        environment.get_dataset() if data.split == "train" else environment.get_eval_dataset()
+    ):
         columns = {data.prompt_column: row.pop("prompt"), "verifiers": row}
         if data.answer_column is not None:
             columns[data.answer_column] = row.get("answer") or NO_ANSWER

@@ -1,0 +1,171 @@
+"""Attention where the kernel for packed rows can't run: on CPUs, in float32, with sinks or chunks.
+
+One mask over a whole row would cost (Σ n)² pairs of tokens, of which only Σ n² are needed: so
+computed, a step of a small model on a CPU takes 2 to 9 times as long. Here segments of similar
+lengths are padded to one length and computed together, group by group.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+ROUND = 32  # segments are in one group if their lengths, rounded up to a multiple, are equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How far back a position sees within its sequence."""
+
+    window: int | None = None  # positions that one sees, itself included; None: all
+    chunk: int | None = None  # positions; chunks of a sequence don't see each other; None: one
+
+    @property
+    def is_unbounded(self) -> bool:
+        return self.window is None and self.chunk is None
+
+    def within(self, length: int) -> "Reach":
+        """Leave out the bounds that no sequence of up to `length` positions comes to."""
+        window = None if self.window is None or self.window >= length else self.window
+        chunk = None if self.chunk is None or self.chunk >= length else self.chunk
+        return Reach(window, chunk)
+
+
+class SegmentGroup(NamedTuple):
+    """Segments that are computed together; the last position of a shorter one is repeated."""
+
+    queries: Tensor  # places in the row, [segments, queries]
+    keys: Tensor  # places in the row of the keys that each segment sees, [segments, keys]
+    positions: Tensor | None
+    """Positions of the queries in their sequences, [segments, queries].
+
+    None where no segment shares a prefix: query i sees the keys up to i.
+    """
+
+    def mask(self, reach: Reach) -> Tensor:
+        """Mark the keys that each query sees.
+
+        Returns bool that broadcasts to [segments, heads, queries, keys].
+        """
+        keys = torch.arange(self.keys.shape[1], device=self.keys.device)
+        positions = keys[:, None] if self.positions is None else self.positions[:, None, :, None]
+        mask = keys <= positions
+        if reach.window is not None:
+            mask = mask & (keys > positions - reach.window)
+        if reach.chunk is not None:
+            mask = mask & (keys // reach.chunk == positions // reach.chunk)
+        return mask
+
+
+class SegmentGroups(NamedTuple):
+    """All groups of a row, and the way back from their results to the row."""
+
+    groups: list[SegmentGroup]
+    restore: Tensor
+    """Where each position of the row is in the concatenated results of all groups: [row]."""
+
+
+def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | None) -> SegmentGroups:
+    """Divide the segments of a row into groups, on the CPU.
+
+    `lengths`, `ends` and `key_places` are those of `Segments`.
+    """
+    # Segments by their numbers of queries and of keys, both rounded up.
+    members_of: dict[tuple[int, int], list[int]] = {}
+    for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        size = (_rounded_up(length), _rounded_up(end))
+        members_of.setdefault(size, []).append(number)
+
+    lengths_s = torch.tensor(lengths)
+    ends_s = torch.tensor(ends)
+    last_query_s = lengths_s.cumsum(0) - 1  # in the row
+    last_key_s = ends_s.cumsum(0) - 1  # in `key_places`
+    restore = torch.empty(sum(lengths), dtype=torch.long)
+    groups = []
+    num_results = 0  # of the groups so far, padding included
+    for _, members in sorted(members_of.items()):
+        members_s1 = torch.tensor(members)[:, None]
+        lengths_s1 = lengths_s[members_s1]
+        ends_s1 = ends_s[members_s1]
+
+        # Places are counted back from the last position, which stands for the padding, too.
+        steps_back_sq = _steps_back(lengths_s1)
+        queries_sq = last_query_s[members_s1] - steps_back_sq
+        keys_sk = queries_sq  # each segment sees its own positions
+        if key_places is not None:
+            keys_sk = key_places[last_key_s[members_s1] - _steps_back(ends_s1)]
+        positions_sq = None
+        if bool((lengths_s1 != ends_s1).any()):  # a prefix is shared
+            positions_sq = ends_s1 - 1 - steps_back_sq
+        groups.append(SegmentGroup(queries_sq, keys_sk, positions_sq))
+
+        # Results of the padding are in no place of the row.
+        is_real_sq = torch.arange(queries_sq.shape[1]) < lengths_s1
+        restore[queries_sq[is_real_sq]] = num_results + is_real_sq.flatten().nonzero()[:, 0]
+        num_results += is_real_sq.numel()
+    return SegmentGroups(groups, restore)
+
+
+def _rounded_up(length: int) -> int:
+    return (length + ROUND - 1) // ROUND
+
+
+def _steps_back(lengths_s1: Tensor) -> Tensor:
+    """Count the steps from each position to its segment's last, [segments, longest]; 0: padding."""
+    return (lengths_s1 - 1 - torch.arange(int(lengths_s1.max()))).clamp(min=0)
+
+
+def attend_in_groups(
+    query_rhd: Tensor,
+    key_rhd: Tensor,
+    value_rhd: Tensor,
+    groups: SegmentGroups,
+    scaling: float,
+    reach: Reach,
+    sinks_h: Tensor | None,
+) -> Tensor:
+    """Compute `attend` group by group; returns [row, heads, d]."""
+    on_gpu = query_rhd.device.type == "cuda"
+    results = []
+    for group in groups.groups:
+        query_shld = _gathered(query_rhd, group.queries)
+        key_shld = _gathered(key_rhd, group.keys)
+        value_shld = _gathered(value_rhd, group.keys)
+
+        # Padding needs no mask: it stands behind, where no real position looks.
+        is_bounded = not reach.within(group.keys.shape[1]).is_unbounded
+        is_causal = group.positions is None and not is_bounded and sinks_h is None
+        mask = None if is_causal else group.mask(reach)
+        if sinks_h is not None:
+            # A sink is a key before all others that each position sees, with value 0 and a logit of
+            # its own: by a further dimension of queries and keys, padded to 8 as kernels want it.
+            query_shld = pad(query_shld, (0, 8))
+            key_shld = pad(key_shld, (0, 8, 1, 0))
+            query_shld[..., -1] = sinks_h[:, None] / scaling
+            key_shld[..., 0, -1] = 1.0
+            value_shld = pad(value_shld, (0, 0, 1, 0))
+            mask = pad(cast(Tensor, mask), (1, 0), value=True)
+        if on_gpu:
+            # The only kernel there without n² memory wants as many heads of keys as of queries.
+            repeats = query_shld.shape[1] // key_shld.shape[1]
+            key_shld = key_shld.repeat_interleave(repeats, dim=1)
+            value_shld = value_shld.repeat_interleave(repeats, dim=1)
+        options: dict[str, Any] = {
+            "attn_mask": mask,
+            "is_causal": is_causal,
+            "scale": scaling,
+            "enable_gqa": not on_gpu,
+        }
+        attention = nn.functional.scaled_dot_product_attention
+        result_shld = attention(query_shld, key_shld, value_shld, **options)
+        results.append(result_shld.transpose(1, 2).flatten(0, 1))
+    return torch.cat(results).index_select(0, groups.restore)
+
+
+def _gathered(tensor_rhd: Tensor, places_sl: Tensor) -> Tensor:
+    """Gather places of the row, [segments, length], into [segments, heads, length, d]."""
+    chosen = tensor_rhd.index_select(0, places_sl.flatten())
+    return chosen.view(*places_sl.shape, *tensor_rhd.shape[1:]).transpose(1, 2)

@@ -1,0 +1,254 @@
+"""Decide which sequences share a row, and which rank computes it.
+
+A row is the input of one forward pass: sequences one after another, without padding. A `Packer`
+decides which sequences come together. The plain way is here; prefixes.py has that of
+trainer.share_prefixes, by which a row has what sequences begin with in common once.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hocket.common.registry import Registry
+from hocket.errors import TrainerError
+from hocket.types import TokenSequence, TrainSample
+
+SequenceRun = Sequence[int]  # numbers of sequences, one after another in the order of tokens
+
+
+class Sizes(NamedTuple):
+    """Sizes of sequences, in the packer's order."""
+
+    first: Sequence[float]  # of each where it is the first of a row
+    added: Sequence[float]  # of each where it follows right behind the one before
+
+    def of(self, run: SequenceRun) -> float:
+        return self.first[run[0]] + sum(self.added[number] for number in run[1:])
+
+
+class Packer:
+    """Packs sequences into rows, each whole: the plain way (trainer.share_prefixes=false).
+
+    A subclass may have a row hold once what sequences begin with in common. It orders them, and
+    each adds to a row what it does not share with the one before. `trainer.share_prefixes` names
+    the subclass, with the options that `__init__` takes.
+
+    Example: a plugin that shares whole sequences only, those that are equal but for the last token.
+
+        @packer("twins")
+        class Twins(Packer):
+            in_order = True
+
+            def order(self, samples: Sequence[TrainSample]) -> Sequence[int]:
+                texts = [keys(sample.sequence).tolist() for sample in samples]
+                return sorted(range(len(samples)), key=texts.__getitem__)
+
+            def starts(self, samples: Sequence[TrainSample]) -> list[int]:
+                read = [tuple(sample.sequence.token_ids[:-1]) for sample in samples]
+                starts = [0]
+                for before, ids in zip(read, read[1:]):
+                    starts.append(len(ids) if ids == before else 0)
+                return starts
+
+            def runs(
+                self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf
+            ) -> list[SequenceRun]:
+                runs: list[list[int]] = []
+                for number in run:
+                    is_new = sizes.added[number] == sizes.first[number]
+                    if is_new or sizes.of(runs[-1] + [number]) > most:
+                        runs.append([])
+                    runs[-1].append(number)
+                return list(runs)
+    """
+
+    in_order = False  # whether rows hold sequences in the order of `order`
+    pairs: float = math.inf
+    """Pairs of tokens whose attention costs as much as all else that one position costs."""
+    key_share: float = 0.0
+    """Memory of a copied key and value, as a part of all memory for one position."""
+
+    def order(self, samples: Sequence[TrainSample]) -> Sequence[int]:
+        """List the places of samples in the order in which they are packed."""
+        return range(len(samples))
+
+    def starts(self, samples: Sequence[TrainSample]) -> list[int]:
+        """Count the positions that each sequence, so ordered, has in common with the one before."""
+        return [0] * len(samples)
+
+    def runs(
+        self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf
+    ) -> list[SequenceRun]:
+        """Divide a run into parts that each lie in one row.
+
+        A part has at most `most` positions, and more than `enough` only where much is shared.
+        """
+        return [[number] for number in run]
+
+    def deal(self, costs: Sizes, num_ranks: int) -> list[list[SequenceRun]]:
+        """Divide all sequences into runs of about equal costs for each rank: result[rank]."""
+        if num_ranks == 1:
+            return [self.runs(costs, range(len(costs.first)), math.inf)]
+        return [[[number] for number in part] for part in balance(costs.first, num_ranks)]
+
+
+PACKERS: Registry[Callable[..., Packer]] = Registry("packer", sharing="hocket.trainer.prefixes")
+packer = PACKERS.register
+"""Decorator of a subclass of Packer, which `trainer.share_prefixes` then names."""
+packer("plain")(Packer)
+PLAIN = Packer()
+
+
+def chosen_packer(
+    chosen: bool | str | Mapping[str, Any], *, pairs: float = math.inf, key_share: float = 0.0
+) -> Packer:
+    """Make the packer that trainer.share_prefixes chooses. Raises ConfigError."""
+    if isinstance(chosen, bool):
+        chosen = "sharing" if chosen else "plain"
+    result = PACKERS.choose(chosen, "trainer.share_prefixes")()
+    result.pairs = pairs
+    result.key_share = key_share
+    return result
+
+
+def num_positions(sample: TrainSample) -> int:
+    return len(sample.sequence.token_ids) - 1
+
+
+def keys(sequence: TokenSequence) -> np.ndarray:
+    """Give each token a number; equal numbers mean equal input: int64 [tokens].
+
+    They are the token ids and, as the tokens of all images are the same, hashes of the images.
+    """
+    ids = np.array(sequence.token_ids, np.int64)
+    for image in sequence.images:
+        key = int.from_bytes(bytes.fromhex(image.name[:16]), "little", signed=True)
+        ids[image.start : image.start + image.length] = key
+    return ids
+
+
+def check_fits(
+    samples: Sequence[TrainSample],
+    micro_batch_tokens: int,
+    *,
+    unit: int = 1,
+    packer: Packer = PLAIN,
+) -> None:
+    """Raise TrainerError for samples that can't be trained.
+
+    That is where no sample has a trained token, or a unit has no room in any micro-batch.
+    """
+    if not any(any(sample.sequence.mask[1:]) for sample in samples):
+        raise TrainerError(
+            "there is nothing to train on: no sample has a trained token; leave out this step"
+        )
+    lengths = list(map(num_positions, samples))
+    starts = packer.starts(samples) if unit > 1 else [0] * len(samples)
+    longest = math.ceil(max(sizes_of_units(lengths, starts, packer.key_share, unit).first))
+    if longest > micro_batch_tokens:
+        row = f"{longest} tokens of one row don't"
+        if unit == 1:
+            row = f"a sequence of {longest + 1} tokens doesn't"
+        raise TrainerError(
+            f"{row} fit into trainer.micro_batch_tokens={micro_batch_tokens}; set it to at least "
+            f"{longest}, or shorten sequences with rollout.max_tokens or data.max_prompt_tokens"
+        )
+
+
+def plan_rows(
+    samples: Sequence[TrainSample],
+    packer: Packer,
+    num_ranks: int,
+    *,
+    most: float,
+    enough: float,
+    cost: Callable[[int], float],
+    unit: int,
+) -> list[list[list[int]]]:
+    """Plan the rows of each rank, the costliest first.
+
+    Args:
+        samples: in the packer's order.
+        most: positions that a row may have.
+        enough: positions after which a row gets longer only where much is shared.
+        cost: of a sequence, by its positions.
+        unit: samples, one after another, that stay so, in one row.
+
+    Returns:
+        result[rank][i]: the numbers of the samples in the rank's row i.
+    """
+    lengths = list(map(num_positions, samples))
+    starts = packer.starts(samples)
+    costs_first = [cost(length) for length in lengths]
+    costs_added = []
+    for start, whole in zip(starts, costs_first, strict=True):
+        costs_added.append(whole - cost(start))
+    costs = _of_units(costs_first, costs_added, unit)
+    sizes = sizes_of_units(lengths, starts, packer.key_share, unit)
+
+    plans = []
+    for runs in packer.deal(costs, num_ranks):
+        parts: list[SequenceRun] = []
+        for run in runs:
+            parts += packer.runs(sizes, run, most, enough)
+        rows = _fill(sizes, parts, enough)
+        rows.sort(key=lambda row: -sum(costs.first[number] for number in row))
+        plans.append([members_of_units(row, unit) for row in rows])
+    return plans
+
+
+def members_of_units(units: Sequence[int], size: int) -> list[int]:
+    """List the members of units: unit i has those from i · size on."""
+    members: list[int] = []
+    for number in units:
+        members += range(number * size, (number + 1) * size)
+    return members
+
+
+def sizes_of_units(
+    lengths: Sequence[int], starts: Sequence[int], key_share: float, unit: int
+) -> Sizes:
+    """Compute the sizes of units, in positions: what is shared counts by the copies of its keys."""
+    added: list[float] = []
+    for length, start in zip(lengths, starts, strict=True):
+        added.append(length - start + key_share * length if start else length)
+    return _of_units(lengths, added, unit)
+
+
+def _of_units(first: Sequence[float], added: Sequence[float], size: int) -> Sizes:
+    """Sum the sizes of the members of each unit."""
+    alone = []
+    behind = []
+    for start in range(0, len(first), size):
+        alone.append(first[start] + sum(added[start + 1 : start + size]))
+        behind.append(sum(added[start : start + size]))
+    return Sizes(alone, behind)
+
+
+def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Divide indices into parts of about equal sums: the costliest first, to the cheapest part."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [(0.0, number) for number in range(num_parts)]  # a heap
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        total, number = totals[0]
+        parts[number].append(index)
+        heapq.heapreplace(totals, (total + costs[index], number))
+    return parts
+
+
+def _fill(sizes: Sizes, parts: Sequence[SequenceRun], enough: float) -> list[list[int]]:
+    """Put parts into rows of at most `enough`, or of one larger part, by first-fit decreasing."""
+    needs = [sizes.of(part) for part in parts]
+    rows: list[list[int]] = []
+    room: list[float] = []  # of each row
+    for index in sorted(range(len(parts)), key=needs.__getitem__, reverse=True):
+        chosen = next((i for i, free in enumerate(room) if free >= needs[index]), len(room))
+        if chosen == len(room):
+            rows.append([])
+            room.append(enough)
+        rows[chosen] += parts[index]
+        room[chosen] -= needs[index]
+    return rows

@@ -1,0 +1,19 @@
+from unittest.mock import Mock
+
+import pytest
+
+from hocket.errors import TrainerError
+from hocket.trainer.ranks import Ranks
+from support.training import make_samples, make_trainer
+
+
+def test_a_trainer_that_could_not_leave_with_the_others_is_closed(
+    ranks: Ranks, tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(ranks, tied_model)
+    monkeypatch.setattr(trainer, "_leave", Mock(side_effect=TrainerError("lost the other ranks")))
+    with pytest.raises(TrainerError, match="lost the other ranks"):
+        trainer.close()
+    trainer.close()
+    with pytest.raises(TrainerError, match="it is closed"):
+        trainer.step(make_samples())
