@@ -123,7 +123,9 @@ def train(
     return summary | {"run_dir": folder, "model": model, "history": history}
 
 
-def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _stage(
+    command: str, config: "Settings", overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Run a stage as its command does. Take and raise as `train`; return run_dir, model (its folder) and history."""
     from hocket.common import environment
 
@@ -141,7 +143,11 @@ def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None
     finally:
         _free()
     folder = loaded.run_dir
-    return {"run_dir": folder, "model": folder / "model", "history": read_lines(folder / "metrics.jsonl")}
+    return {
+        "run_dir": folder,
+        "model": folder / "model",
+        "history": read_lines(folder / "metrics.jsonl"),
+    }
 
 
 sft = functools.partial(_stage, "sft")
@@ -149,11 +155,17 @@ rm = functools.partial(_stage, "rm")
 dpo = functools.partial(_stage, "dpo")
 
 
-def _loaded(config: "Settings", more: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> "Config":
+def _loaded(
+    config: "Settings", more: Mapping[str, Any], overrides: Mapping[str, Any] | None
+) -> "Config":
     """Read a config, with `more` over its values and `overrides` over both."""
     from hocket.config import Config, load
 
-    values = config.model_dump(by_alias=True, exclude_unset=True) if isinstance(config, Config) else config
+    values = (
+        config.model_dump(by_alias=True, exclude_unset=True)
+        if isinstance(config, Config)
+        else config
+    )
     file, values = (None, values) if isinstance(values, Mapping) else (values, {})
     return load(file, {**values, **more, **(overrides or {})})
 

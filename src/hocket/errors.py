@@ -35,7 +35,9 @@ def cause_of(error: BaseException | None) -> str:
 def door() -> str:
     """Return the beginning of a hocket command as it was typed here."""
     name = Path(sys.argv[0]).name
-    return "hocket" if name == "hocket" else f"python3 {sys.argv[0] if name == 'run.py' else 'run.py'}"
+    return (
+        "hocket" if name == "hocket" else f"python3 {sys.argv[0] if name == 'run.py' else 'run.py'}"
+    )
 
 
 class HocketError(Exception):
@@ -97,7 +99,11 @@ class ServerError(HocketError):
 
     @property
     def outcome(self) -> ErrorOutcome:
-        by_status = ErrorOutcome.LOST if self.status is not None and self.status >= 500 else ErrorOutcome.REFUSED
+        by_status = (
+            ErrorOutcome.LOST
+            if self.status is not None and self.status >= 500
+            else ErrorOutcome.REFUSED
+        )
         return OUTCOMES.get(self.code, by_status)
 
     @property

@@ -30,16 +30,27 @@ def group_advantages(
     """
     choice = choose("advantage", advantage)
     setting = f"advantage={advantage}"
-    rewards_n = torch.tensor(rewards, dtype=torch.float64)  # float32 loses small differences of large rewards
+    rewards_n = torch.tensor(
+        rewards, dtype=torch.float64
+    )  # float32 loses small differences of large rewards
     ids_n = torch.tensor(group_ids)
     if choice.per == "group":
         advantages_n = _by_group(
-            lambda rewards_g: checked(setting, choice(rewards_g=rewards_g), rewards_g), rewards_n, ids_n
+            lambda rewards_g: checked(setting, choice(rewards_g=rewards_g), rewards_g),
+            rewards_n,
+            ids_n,
         )
     else:
-        names = dict.fromkeys(name for part in parts for name in part if "/" not in name)  # parts count in their reward
-        parts_n = {name: rewards_n.new_tensor([part.get(name, math.nan) for part in parts]) for name in names}
-        advantages_n = checked(setting, choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n), rewards_n)
+        names = dict.fromkeys(
+            name for part in parts for name in part if "/" not in name
+        )  # parts count in their reward
+        parts_n = {
+            name: rewards_n.new_tensor([part.get(name, math.nan) for part in parts])
+            for name in names
+        }
+        advantages_n = checked(
+            setting, choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n), rewards_n
+        )
     if scale == "group":
         advantages_n = advantages_n / (_by_group(deviation, rewards_n, ids_n) + EPS)
     if scale == "batch":
@@ -57,15 +68,23 @@ def checked(setting: str, returned: Any, *given: Tensor) -> Tensor:
     try:
         values_n = torch.as_tensor(returned, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{what} {type(returned).__name__}: have it return a tensor of {size} numbers") from error
+        raise ConfigError(
+            f"{what} {type(returned).__name__}: have it return a tensor of {size} numbers"
+        ) from error
     if values_n.shape != (size,):
         count = len(values_n) if values_n.dim() == 1 else f"the shape {list(values_n.shape)}"
-        raise ConfigError(f"{what} {count} for {size} advantages: have it return one for each, in the order given")
+        raise ConfigError(
+            f"{what} {count} for {size} advantages: have it return one for each, in the order given"
+        )
     finite_n = values_n.isfinite()
     if not finite_n.all() and all(bool(numbers_n.isfinite().all()) for numbers_n in given):
         place = int(finite_n.int().argmin())
-        cases = "equal rewards, one alone, and reward functions that a source lacks (NaN in parts_n)"
-        raise ConfigError(f"{what} {values_n[place]:g} as advantage {place + 1} of {size}: have it meet {cases}")
+        cases = (
+            "equal rewards, one alone, and reward functions that a source lacks (NaN in parts_n)"
+        )
+        raise ConfigError(
+            f"{what} {values_n[place]:g} as advantage {place + 1} of {size}: have it meet {cases}"
+        )
     return values_n
 
 

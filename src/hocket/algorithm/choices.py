@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Per = Literal["group", "batch", "token"]
 Discount = Annotated[float, Field(gt=0, le=1)]
-Bounds = Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]], AfterValidator(ascending)]
+Bounds = Annotated[
+    tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]], AfterValidator(ascending)
+]
 
 MAX_SURVIVOR_WEIGHT = 2.0  # of a token in a sequence that sequence_mask keeps
 
@@ -36,7 +38,9 @@ class Choice:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     per: Per = "batch"  # what one call of an advantage sees
     needs: tuple[str, ...] = ()  # columns, measured before a step: "values" brings a critic
-    clips: Literal["none", "ratio", "pessimistic"] = "none"  # which ratios outside the bounds train/clip_* count
+    clips: Literal["none", "ratio", "pessimistic"] = (
+        "none"  # which ratios outside the bounds train/clip_* count
+    )
     in_loss: bool = True  # the gradient of a KL estimate is one of the KL
 
     @property
@@ -69,7 +73,9 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
         name = own.pop("name")
         choice = KINDS[kind].get(name, f"algorithm.{kind}: ")
         called = f"{KINDS[kind].kind} {name}"
-        options = options_of(called, choice.function, own, section=f"algorithm.{kind}", keys=choice.given)
+        options = options_of(
+            called, choice.function, own, section=f"algorithm.{kind}", keys=choice.given
+        )
         _chosen[key] = dataclasses.replace(choice, options=options)
     return _chosen[key]
 
@@ -80,7 +86,9 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
         choose(kind, getattr(algorithm, kind))
     advantage = choose("advantage", algorithm.advantage)
     compares = advantage.compares
-    if algorithm.by_turn and (advantage.per == "batch" or (not compares and algorithm.credit != "turn")):
+    if algorithm.by_turn and (
+        advantage.per == "batch" or (not compares and algorithm.credit != "turn")
+    ):
         raise ConfigError(
             f"algorithm.credit={algorithm.credit} compares turns of a group, algorithm.advantage={algorithm.advantage} "
             "does not: set another, or leave credit out"
@@ -95,7 +103,9 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
             f"more"
         )
     if algorithm.preset == "distill" and algorithm.reference is None:
-        raise ConfigError("algorithm.preset=distill needs a teacher: set algorithm.reference to its folder or server")
+        raise ConfigError(
+            "algorithm.preset=distill needs a teacher: set algorithm.reference to its folder or server"
+        )
     if algorithm.kl == "off":
         return
     estimate = choose("kl", algorithm.kl)
@@ -104,10 +114,14 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
             f"{algorithm.kl} in the loss has no expected gradient: set algorithm.kl_in=reward, or algorithm.kl=k2"
         )
     if algorithm.kl_in != "loss" and "ratio_bt" in estimate.given:
-        raise ConfigError(f"algorithm.kl={algorithm.kl} needs the policy's ratio: set algorithm.kl_in=loss")
+        raise ConfigError(
+            f"algorithm.kl={algorithm.kl} needs the policy's ratio: set algorithm.kl_in=loss"
+        )
 
 
-def _register(kind: str, offered: Sequence[str], name: str, declared: Mapping[str, Any]) -> Callable[[F], F]:
+def _register(
+    kind: str, offered: Sequence[str], name: str, declared: Mapping[str, Any]
+) -> Callable[[F], F]:
     def add(function: F) -> F:
         given = tuple(one for one in inspect.signature(function).parameters if one in offered)
         KINDS[kind].register(name)(Choice(function=function, given=given, **declared))
@@ -118,7 +132,14 @@ def _register(kind: str, offered: Sequence[str], name: str, declared: Mapping[st
 
 def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Decorate an advantage: rewards → advantages, float64; per token also → (advantages, returns for a critic)."""
-    offered = ("rewards_g", "rewards_n", "group_n", "parts_n", "rewards_t", *(f"{column}_t" for column in needs))
+    offered = (
+        "rewards_g",
+        "rewards_n",
+        "group_n",
+        "parts_n",
+        "rewards_t",
+        *(f"{column}_t" for column in needs),
+    )
     return _register("advantage", offered, name, {"per": per, "needs": needs})
 
 
@@ -128,13 +149,23 @@ def credit(name: str) -> Callable[[F], F]:
     return _register("credit", offered, name, {})
 
 
-def objective(name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "none") -> Callable[[F], F]:
+def objective(
+    name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "none"
+) -> Callable[[F], F]:
     """Decorate an objective: each token's term, [bt], which is maximised.
 
     Gradients pass through ratio_bt, logprobs_bt and entropy_bt.
     """
     policy = ("ratio_bt", "logprobs_bt", "entropy_bt")
-    offered = (*policy, "advantages_bt", "rollout_logprobs_bt", "mask_bt", "sample_bt", "low", "high")
+    offered = (
+        *policy,
+        "advantages_bt",
+        "rollout_logprobs_bt",
+        "mask_bt",
+        "sample_bt",
+        "low",
+        "high",
+    )
     return _register("objective", offered, name, {"clips": clips})
 
 
@@ -195,7 +226,9 @@ def critic(
     advantages = []
     following = 0.0
     next_value = 0.0
-    for reward, value in zip(reversed(rewards_t.tolist()), reversed(values_t.tolist()), strict=True):
+    for reward, value in zip(
+        reversed(rewards_t.tolist()), reversed(values_t.tolist()), strict=True
+    ):
         following = reward + discount * next_value - value + discount * gae_lambda * following
         advantages.append(following)
         next_value = value
@@ -219,7 +252,9 @@ def ppo(
 
 
 @objective("cispo", clips="ratio")
-def cispo(ratio_bt: "Tensor", advantages_bt: "Tensor", logprobs_bt: "Tensor", low: float, high: float) -> "Tensor":
+def cispo(
+    ratio_bt: "Tensor", advantages_bt: "Tensor", logprobs_bt: "Tensor", low: float, high: float
+) -> "Tensor":
     """Return clip(r)·A·log-prob with clip(r) held constant (arXiv 2506.13585)."""
     return ratio_bt.clamp(low, high).detach() * advantages_bt * logprobs_bt
 
@@ -236,7 +271,9 @@ def token_mean(mask_bt: "Tensor", num_tokens: int) -> "Tensor":
 
 @aggregate("seq_mean_token_mean")
 def sequence_mean(mask_bt: "Tensor", sample_bt: "Tensor", num_sequences: int) -> "Tensor":
-    return mask_bt / (sequence_sums(mask_bt, sample_bt).clamp(min=1).to(mask_bt.dtype) * num_sequences)
+    return mask_bt / (
+        sequence_sums(mask_bt, sample_bt).clamp(min=1).to(mask_bt.dtype) * num_sequences
+    )
 
 
 @aggregate("seq_mean_token_sum")
@@ -285,7 +322,10 @@ def mask(log_importance_bt: "Tensor", bounds: Bounds = (0.5, 5.0)) -> "Tensor":
 
 @correction("sequence_mask")
 def sequence_mask(
-    log_importance_bt: "Tensor", mask_bt: "Tensor", sample_bt: "Tensor", bounds: Bounds = (0.99, 1.01)
+    log_importance_bt: "Tensor",
+    mask_bt: "Tensor",
+    sample_bt: "Tensor",
+    bounds: Bounds = (0.99, 1.01),
 ) -> "Tensor":
     """Return the weights, at most 2, of the sequences whose geometric mean lies within the bounds; 0 elsewhere."""
     low, high = bounds
@@ -315,4 +355,6 @@ def sequence_sums(values_bt: "Tensor", sample_bt: "Tensor") -> "Tensor":
     """Return at every position the sum over its sequence, float64; `sample_bt` as in `LossBatch`."""
     index_bt = sample_bt + 1
     values_n = values_bt.double().flatten()
-    return values_n.new_zeros(values_n.numel() + 1).index_add(0, index_bt.flatten(), values_n)[index_bt]
+    return values_n.new_zeros(values_n.numel() + 1).index_add(0, index_bt.flatten(), values_n)[
+        index_bt
+    ]

@@ -39,7 +39,11 @@ def in_order(turns: Turns, total: float) -> list[TurnReward]:
 
 
 def advantages(
-    chosen: Chosen, episodes: Sequence[Turns], totals: Sequence[float], group_ids: Sequence[int], compare: Compare
+    chosen: Chosen,
+    episodes: Sequence[Turns],
+    totals: Sequence[float],
+    group_ids: Sequence[int],
+    compare: Compare,
 ) -> list[dict[int, float]]:
     """Return each episode's advantages by the number of the turn."""
     owner_k, place_k, turns = zip(
@@ -68,7 +72,9 @@ def advantages(
 
 
 @credit("episode")
-def episode(totals_n: Sequence[float], group_n: Sequence[int], owner_k: Sequence[int], compare: Compare) -> Tensor:
+def episode(
+    totals_n: Sequence[float], group_n: Sequence[int], owner_k: Sequence[int], compare: Compare
+) -> Tensor:
     """Return the advantage of the episode."""
     return compare(totals_n, group_n)[list(owner_k)].double()
 
@@ -94,7 +100,9 @@ def turn(
         groups[group].append(owner)
     values: list[float] = []
     rows: list[int] = []  # a value is compared with those of its row
-    starts: dict[tuple[int, int, bool], int] = {}  # of the row in which a group's turns of a place are compared
+    starts: dict[
+        tuple[int, int, bool], int
+    ] = {}  # of the row in which a group's turns of a place are compared
     index_k: list[int] = []
     for owner, group in enumerate(group_n):
         for place in range(len(episodes[owner])):
@@ -132,7 +140,9 @@ def step_groups(
     """
     returns_k = _returns(torch.tensor(rewards_k, dtype=torch.float64), owner_k, discount)
     same_state = [(group_n[owner], state) for owner, state in zip(owner_k, state_k, strict=True)]
-    return episode(totals_n, group_n, owner_k, compare) + weight * _among(compare, returns_k.tolist(), same_state)
+    return episode(totals_n, group_n, owner_k, compare) + weight * _among(
+        compare, returns_k.tolist(), same_state
+    )
 
 
 def _among(compare: Compare, values_k: Sequence[float], keys: Iterable[Hashable]) -> Tensor:

@@ -36,7 +36,9 @@ class LossOutput(NamedTuple):
     metrics: Mapping[str, Tensor]
 
 
-def policy_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: LossBatch, config: LossConfig) -> LossOutput:
+def policy_loss(
+    logprobs_bt: Tensor, entropy_bt: Tensor, batch: LossBatch, config: LossConfig
+) -> LossOutput:
     """Return Σ share · (−w · objective + kl_coef · kl − entropy_coef · entropy), to be minimised, and its metrics.
 
     r = exp(logprobs − old), with its gradient; w = exp(old − rollout), detached and bounded by the correction. Without
@@ -48,7 +50,9 @@ def policy_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: LossBatch, confi
     if "old_logprobs" not in batch.columns and config.correction == "none":
         old_bt = batch.rollout_logprobs_bt
     log_ratio_bt = log_policy_bt = masked_log_ratio(logprobs_bt, old_bt, mask_bt)
-    if config.ratio == "sequence":  # with a token's own gradient: advantages may differ within a sequence
+    if (
+        config.ratio == "sequence"
+    ):  # with a token's own gradient: advantages may differ within a sequence
         own_bt = masked_log_ratio(logprobs_bt, logprobs_bt.detach(), mask_bt)
         log_ratio_bt = own_bt + sequence_means(log_ratio_bt.detach(), mask_bt, batch.sample_bt)
     known = {  # what a function may take
@@ -64,7 +68,9 @@ def policy_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: LossBatch, confi
     if "ref_logprobs" in batch.columns:
         known["log_ratio"] = masked_log_ratio(logprobs_bt, batch.columns["ref_logprobs"], mask_bt)
     weight_bt = choose("correction", config.correction)(**known)
-    objective_bt = choose("objective", config.objective)(**known, low=1 - config.clip_low, high=1 + config.clip_high)
+    objective_bt = choose("objective", config.objective)(
+        **known, low=1 - config.clip_low, high=1 + config.clip_high
+    )
     terms_bt = -weight_bt * objective_bt
     if config.kl != "off" and config.kl_in == "loss":
         terms_bt = terms_bt + config.kl_coef * choose("kl", config.kl)(**known)
@@ -90,7 +96,11 @@ def masked_log_ratio(numerator_bt: Tensor, denominator_bt: Tensor, mask_bt: Tens
 
 @torch.no_grad()
 def policy_metrics(
-    known: Mapping[str, Tensor], log_policy_bt: Tensor, weight_bt: Tensor, config: LossConfig, num_tokens: int
+    known: Mapping[str, Tensor],
+    log_policy_bt: Tensor,
+    weight_bt: Tensor,
+    config: LossConfig,
+    num_tokens: int,
 ) -> dict[str, Tensor]:
     """Return this micro-batch's share of each metric's mean over `num_tokens`.
 

@@ -48,7 +48,11 @@ class Shaped(NamedTuple):
 
 
 def shape(
-    group: Group, algorithm: AlgorithmConfig, max_tokens: int, env_weight: float = 1.0, pass_reward: str = ""
+    group: Group,
+    algorithm: AlgorithmConfig,
+    max_tokens: int,
+    env_weight: float = 1.0,
+    pass_reward: str = "",
 ) -> Shaped:
     """Subtract length penalties from a group's scores, and tell whether it has a signal.
 
@@ -69,7 +73,9 @@ def shape(
     reason = None
     if not scored:
         reason = NO_SCORE
-    elif not any(is_trained(sequence, algorithm) for one in scored for sequence in one.rollout.sequences):
+    elif not any(
+        is_trained(sequence, algorithm) for one in scored for sequence in one.rollout.sequences
+    ):
         reason = "no rollout to train: cut off, or nothing sampled"
     elif equal and needs:
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
@@ -111,7 +117,9 @@ def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    return any(sequence.mask) and not (algorithm.mask_truncated and sequence.finish_reason == "length")
+    return any(sequence.mask) and not (
+        algorithm.mask_truncated and sequence.finish_reason == "length"
+    )
 
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
@@ -127,7 +135,9 @@ def _compares(algorithm: AlgorithmConfig) -> bool:
 def signal_metrics(groups: Sequence[Shaped], uses_pass_rates: bool = False) -> dict[str, float]:
     if not groups:
         return {}
-    metrics = {"rollout/zero_variance": statistics.fmean(group.has_equal_rewards for group in groups)}
+    metrics = {
+        "rollout/zero_variance": statistics.fmean(group.has_equal_rewards for group in groups)
+    }
     tokens = [sum(rollout.num_sampled for rollout in group.group.rollouts) for group in groups]
     if any(tokens):
         without_signal = itertools.compress(tokens, [group.reason is not None for group in groups])
@@ -144,7 +154,9 @@ def outcome_of(shaped: Shaped, untrained: str | None) -> PromptOutcome:
     why = shaped.reason or untrained
     if why is None:
         return PromptOutcome(state="trained", pass_rate=pass_rate)
-    state: Literal["filtered", "failed"] = "failed" if shaped.reason in (None, NO_SCORE) else "filtered"
+    state: Literal["filtered", "failed"] = (
+        "failed" if shaped.reason in (None, NO_SCORE) else "filtered"
+    )
     return PromptOutcome(state=state, why=why, pass_rate=pass_rate)
 
 
@@ -160,7 +172,10 @@ class _Row(NamedTuple):
 
 
 def train_samples(
-    groups: Sequence[Shaped], measured: Sequence[Columns], algorithm: AlgorithmConfig, kl_coef: float
+    groups: Sequence[Shaped],
+    measured: Sequence[Columns],
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return one sample per trained sequence, and metrics of the shaping.
 
@@ -173,7 +188,9 @@ def train_samples(
     known = itertools.chain(measured, itertools.repeat({}))
     for owner, (_, one) in enumerate(scored):
         turns_of_rows = one.turns or [()] * len(one.rollout.sequences)
-        for name, sequence, turns in zip(one.rollout.sequence_ids, one.rollout.sequences, turns_of_rows, strict=True):
+        for name, sequence, turns in zip(
+            one.rollout.sequence_ids, one.rollout.sequences, turns_of_rows, strict=True
+        ):
             columns = dict(next(known))
             kl_n = _kl_in_reward(sequence, columns, algorithm)
             penalised[owner] -= kl_coef * float(kl_n.sum())
@@ -188,8 +205,12 @@ def train_samples(
             parts=[one.parts for _, one in scored],
         )
         if algorithm.by_turn:
-            of_turn = advantages(algorithm.credit, [one.turns for _, one in scored], penalised, group_ids, compare)
-            turns_k = [(of_turn[row.owner][turn.number], turn.tokens) for row in rows for turn in row.turns]
+            of_turn = advantages(
+                algorithm.credit, [one.turns for _, one in scored], penalised, group_ids, compare
+            )
+            turns_k = [
+                (of_turn[row.owner][turn.number], turn.tokens) for row in rows for turn in row.turns
+            ]
             values_k = torch.tensor([value for value, _ in turns_k], dtype=torch.float64)
             sizes = [size for _, size in turns_k]
         else:  # all tokens of an episode have its advantage
@@ -232,12 +253,16 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
         return torch.zeros(sequence.mask.count(True), dtype=torch.float64)
     sampled_n = _sampled(sequence.logprobs, sequence)
     reference_n = _sampled(measured["ref_logprobs"], sequence)
-    log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
+    log_ratio_n = masked_log_ratio(
+        sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool)
+    )
     kl_n: Tensor = choose("kl", algorithm.kl)(log_ratio=log_ratio_n)
     return kl_n
 
 
-def _by_token(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
+def _by_token(
+    rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float
+) -> Tensor:
     """Return an advantage per sampled token of a rollout; add a critic's target as the column "returns"."""
     choice = choose("advantage", algorithm.advantage)
     advantages = []
@@ -245,14 +270,18 @@ def _by_token(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, k
         rewards_n = -kl_coef * row.kl_n
         rewards_n[-1] += one.reward
         needed = {f"{name}_t": _sampled(row.columns[name], row.sequence) for name in choice.needs}
-        values_n, *returns = _of_steps(algorithm, choice(rewards_t=rewards_n, **needed), rewards_n, *needed.values())
+        values_n, *returns = _of_steps(
+            algorithm, choice(rewards_t=rewards_n, **needed), rewards_n, *needed.values()
+        )
         for returns_n in returns:
             row.columns["returns"] = _whole(returns_n, row.sequence)
         advantages.append(values_n)
     return torch.cat(advantages)
 
 
-def _by_turn(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
+def _by_turn(
+    rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float
+) -> Tensor:
     """Return the same where each turn of the rollout is one step, with the values of its first token.
 
     The reward of a turn that is not trained counts for the trained one before it.
@@ -278,7 +307,9 @@ def _by_turn(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl
     steps = _of_steps(algorithm, choice(rewards_t=rewards_k, **needed), rewards_k, *needed.values())
     by_token: list[Tensor] = [step_k[order.argsort()].repeat_interleave(sizes) for step_k in steps]
     for returns_n in by_token[1:]:
-        for row, own_n in zip(rows, torch.split(returns_n, [len(row.kl_n) for row in rows]), strict=True):
+        for row, own_n in zip(
+            rows, torch.split(returns_n, [len(row.kl_n) for row in rows]), strict=True
+        ):
             row.columns["returns"] = _whole(own_n, row.sequence)
     return by_token[0]
 
@@ -294,7 +325,9 @@ def _of_steps(algorithm: AlgorithmConfig, returned: Any, *given: Tensor) -> list
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
-    return torch.from_numpy(np.array(values_t, np.float64)[np.frombuffer(bytes(sequence.mask), np.bool_)])
+    return torch.from_numpy(
+        np.array(values_t, np.float64)[np.frombuffer(bytes(sequence.mask), np.bool_)]
+    )
 
 
 def _whole(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:

@@ -30,7 +30,9 @@ class ModelShapes(NamedTuple):
     """The tensors of a checkpoint of the served model."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str]  # to another one, and may be left out: {"lm_head.weight": "...embed..."}
+    tied: Mapping[
+        str, str
+    ]  # to another one, and may be left out: {"lm_head.weight": "...embed..."}
     model: str = ""  # its class
 
     @property
@@ -83,7 +85,9 @@ def dtype_name(dtype: "torch.dtype") -> str:
 
 
 def spec(tensor: "torch.Tensor") -> TensorSpec:
-    return TensorSpec(dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), checksum=tensor_checksum(tensor))
+    return TensorSpec(
+        dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), checksum=tensor_checksum(tensor)
+    )
 
 
 def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-SINGLE = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
+SINGLE = (
+    "model.safetensors",
+    "pytorch_model.bin",
+)  # in the order in which transformers looks for them
 LFS = b"version https://git-lfs"  # how a pointer of git-lfs begins
 HEADS = ("lm_head.weight", "score.weight")  # of language models and of classifiers
 NUM_NAMED = 3  # tensors that a message names
@@ -58,11 +61,17 @@ def weight_files(path: str) -> tuple[list[Path], list[str]]:
 
 def _stale(whole: Path, index: Path | None) -> list[str]:
     """Refuse shards beside a whole file: transformers loads the file, vLLM loads the shards."""
-    shards = sorted(whole.parent.glob("model-*-of-*.safetensors")) if whole.suffix == ".safetensors" else []
+    shards = (
+        sorted(whole.parent.glob("model-*-of-*.safetensors"))
+        if whole.suffix == ".safetensors"
+        else []
+    )
     others = [file.name for file in (index, *shards) if file is not None]
     if not others:
         return []
-    return [f"it has {whole.name} beside {others[0]}, which are two sets of weights; remove the one that is not meant"]
+    return [
+        f"it has {whole.name} beside {others[0]}, which are two sets of weights; remove the one that is not meant"
+    ]
 
 
 def _shards(index: Path) -> tuple[list[Path], list[str]]:
@@ -98,8 +107,18 @@ def read_headers(files: Iterable[Path]) -> tuple[dict[str, tuple[int, ...]], lis
             continue
         try:
             shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-        except (ValueError, KeyError, TypeError, struct.error, RuntimeError, EOFError, OSError) as error:
-            problems.append(f"{file.name} is cut off or damaged ({str(error).splitlines()[0]}); {AGAIN}")
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            struct.error,
+            RuntimeError,
+            EOFError,
+            OSError,
+        ) as error:
+            problems.append(
+                f"{file.name} is cut off or damaged ({str(error).splitlines()[0]}); {AGAIN}"
+            )
     return shapes, problems
 
 
@@ -143,7 +162,9 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
     import transformers
 
     # Code of its own is not run: None, the default, asks on the terminal.
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(
+        path, trust_remote_code=False, local_files_only=True
+    )
     config.__dict__.pop("quantization_config", None)
     auto: Any = transformers.AutoModelForCausalLM
     if classifier:
@@ -165,7 +186,9 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except RuntimeError:  # parts that are joined to one tensor, experts for one, do not fit together
+    except (
+        RuntimeError
+    ):  # parts that are joined to one tensor, experts for one, do not fit together
         return Loaded(empty, _by_name(empty, shapes))
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
@@ -176,8 +199,15 @@ def _by_name(model: Any, shapes: Shapes) -> dict[str, Any]:
     """Compare names and shapes with those that the model would be saved with."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
-    differ = [(name, shapes[name], saved[name]) for name in saved.keys() & shapes.keys() if shapes[name] != saved[name]]
+    saved = {
+        name: tuple(tensor.shape)
+        for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
+    }
+    differ = [
+        (name, shapes[name], saved[name])
+        for name in saved.keys() & shapes.keys()
+        if shapes[name] != saved[name]
+    ]
     missing = saved.keys() - shapes.keys() - model.all_tied_weights_keys.keys()
     return {"missing_keys": missing, "unexpected_keys": (), "mismatched_keys": differ}
 
@@ -190,13 +220,17 @@ def differences(report: Mapping[str, Any], *, head: bool = True) -> list[str]:
     unused = () if head else HEADS
     missing = sorted(name for name in report["missing_keys"] if not name.endswith(unused))
     unexpected = sorted(name for name in report["unexpected_keys"] if not name.endswith(unused))
-    shapes = sorted(triple for triple in report["mismatched_keys"] if not triple[0].endswith(unused))
+    shapes = sorted(
+        triple for triple in report["mismatched_keys"] if not triple[0].endswith(unused)
+    )
     problems = []
     if missing:
         advice = "copy or download its files again, or take the config.json that belongs to them"
         if missing == ["lm_head.weight"]:
             advice = "set tie_word_embeddings to true in config.json if its embedding is its head, or add the head"
-        problems.append(f"its files lack {_listed(missing)}, which transformers would draw at random; {advice}")
+        problems.append(
+            f"its files lack {_listed(missing)}, which transformers would draw at random; {advice}"
+        )
     if unexpected:
         problems.append(
             f"its files have {_listed(unexpected)}, which the model of config.json lacks and would lose; "
@@ -232,7 +266,12 @@ def untied(loaded: Loaded, files: Sequence[Path], shapes: Shapes) -> list[str]:
 def _stored(name: str, shapes: Shapes) -> str | None:
     """Find the name of a tensor in the files, which may have a prefix more or less."""
     return next(
-        (tensor for tensor in shapes if f".{tensor}".endswith(f".{name}") or f".{name}".endswith(f".{tensor}")), None
+        (
+            tensor
+            for tensor in shapes
+            if f".{tensor}".endswith(f".{name}") or f".{name}".endswith(f".{tensor}")
+        ),
+        None,
     )
 
 

@@ -35,7 +35,10 @@ _CHECKSUM_BYTES = 8
 
 
 def layout(named: Named) -> list[TensorLayout]:
-    return [TensorLayout(name=name, dtype=manifest.dtype_name(t.dtype), shape=list(t.shape)) for name, t in named]
+    return [
+        TensorLayout(name=name, dtype=manifest.dtype_name(t.dtype), shape=list(t.shape))
+        for name, t in named
+    ]
 
 
 def num_bytes(bucket: Sequence[TensorLayout]) -> int:
@@ -66,7 +69,9 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> BucketPart:
 
 def _numbers(specs: dict[str, TensorSpec]) -> Tensor:
     """Return the checksums, int64 [n]."""
-    return torch.tensor([int(spec.checksum, 16) for spec in specs.values()], dtype=torch.uint64).view(torch.int64)
+    return torch.tensor(
+        [int(spec.checksum, 16) for spec in specs.values()], dtype=torch.uint64
+    ).view(torch.int64)
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,14 +112,18 @@ class WeightGroup:
                     if before is not None:
                         os.environ[_BLOCKING_WAIT] = before
             try:
-                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects no earlier
+                self.broadcast(
+                    torch.zeros(1, dtype=torch.uint8, device=self.device)
+                )  # NCCL connects no earlier
             except BaseException:
                 self.close()
                 raise
 
     def announce(self, number: int) -> None:
         """Announce that this rank is about to receive transfer `number`; 0: to join."""
-        self._own_store.set(f"transfer {number}/{self.rank}", "1")  # the group's own keys begin with numbers
+        self._own_store.set(
+            f"transfer {number}/{self.rank}", "1"
+        )  # the group's own keys begin with numbers
 
     def broadcast(self, flat: Tensor) -> None:
         """Send rank 0's bytes to all. Raises RuntimeError past the deadline."""
@@ -140,7 +149,15 @@ def make_store(address: str, timeout_s: float) -> Store:
     listener = socket.create_server((address, 0), family=family_of(address))
     timeout = datetime.timedelta(seconds=timeout_s)
     port = listener.getsockname()[1]
-    return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        address,
+        port,
+        None,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def find_store(host: str, port: int, timeout_s: float) -> Store:
@@ -150,7 +167,9 @@ def find_store(host: str, port: int, timeout_s: float) -> Store:
 
 
 def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
-    return bool(dist.PrefixStore(name, store).check([f"transfer {number}/{rank}" for rank in ranks]))
+    return bool(
+        dist.PrefixStore(name, store).check([f"transfer {number}/{rank}" for rank in ranks])
+    )
 
 
 def address_towards(host: str, port: int) -> str:
