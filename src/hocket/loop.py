@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hocket.algorithm.samples import KlController, Shaped, outcome_of, signal_metrics, train_samples
+from hocket.algorithm.samples import KlController, ScoredGroup, outcome_of, signal_metrics, train_samples
 from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import Config
@@ -38,7 +38,7 @@ class Run:
     stream: PromptStream  # draws prompts, and records the outcome of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
-    shape: Callable[[Group], Shaped]  # a group's rewards for training; `reason`: why it has no signal, or None
+    shape: Callable[[Group], ScoredGroup]  # a group's rewards for training; `reason`: why it has no signal, or None
     batches: Batches
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
@@ -96,7 +96,7 @@ class Run:
             has_signal=lambda group: self.shape(group).reason is None,
         )
 
-    async def train_policy(self, step: int, groups: Sequence[Shaped], max_gap: float) -> Metrics:
+    async def train_policy(self, step: int, groups: Sequence[ScoredGroup], max_gap: float) -> Metrics:
         """Update the policy on groups with a signal; no other line changes the trainer's weights."""
         metrics: Metrics = {}
         self.console.progress(step, "training")
@@ -113,7 +113,7 @@ class Run:
         trained = await run_in_thread(self.trainer.step, samples, number=step, keep=keep, max_gap=max_gap)
         return metrics | shaping | trained
 
-    async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
+    async def train_and_publish(self, step: int, shaped: Sequence[ScoredGroup], *, last: bool) -> Metrics:
         """Train on the groups with a signal and publish the new weights, if there are any; settle all prompts."""
         groups = [one for one in shaped if one.reason is None]
         metrics = signal_metrics(shaped, self.stream.uses_pass_rates)

@@ -8,7 +8,7 @@ import pytest
 
 from hocket.algorithm.samples import (
     KlController,
-    Shaped,
+    ScoredGroup,
     is_measured,
     outcome_of,
     overlong_penalty,
@@ -29,7 +29,9 @@ def group(name: str, rewards: list[float | None]) -> Group:
     return group_of(*rollouts, rewards=rewards, name=name)
 
 
-def shaped(groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT, pass_reward: str = "right") -> list[Shaped]:
+def shaped(
+    groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT, pass_reward: str = "right"
+) -> list[ScoredGroup]:
     return [shape(one, algorithm, MAX_TOKENS, pass_reward=pass_reward) for one in groups]
 
 

@@ -26,7 +26,7 @@ ZERO_VARIANCE = 1e-6  # range of rewards without a signal
 MAX_KL_ERROR = 0.2
 
 
-class Rewarded(NamedTuple):
+class ScoredRollout(NamedTuple):
     """A rollout with a score."""
 
     rollout: Rollout
@@ -37,11 +37,11 @@ class Rewarded(NamedTuple):
     turns: Turns = ()  # where credit goes by turn: with what counts for each in the score
 
 
-class Shaped(NamedTuple):
+class ScoredGroup(NamedTuple):
     """A group for training."""
 
     group: Group
-    scored: tuple[Rewarded, ...]
+    scored: tuple[ScoredRollout, ...]
     has_equal_rewards: bool  # or fewer than two
     reason: str | None  # why the group has no signal
     passes: tuple[float, ...]  # of the reward whose mean is the prompt's pass rate
@@ -53,7 +53,7 @@ def shape(
     max_tokens: int,
     env_weight: float = 1.0,
     pass_reward: str = "",
-) -> Shaped:
+) -> ScoredGroup:
     """Subtract length penalties from a group's scores, and tell whether it has a signal.
 
     `env_weight`: of the environment's rewards in a score; `pass_reward`: whose mean is the pass rate. Equal rewards
@@ -68,7 +68,7 @@ def shape(
             penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
             sure = not (needs and are_equal(rewards))
             rewards.append(score.total - penalty)
-            scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure, turns))
+            scored.append(ScoredRollout(rollout, rewards[-1], penalty, score.parts, sure, turns))
     equal = are_equal(rewards) and not (algorithm.by_turn and _turns_differ(scored, algorithm))
     reason = None
     if not scored:
@@ -85,10 +85,10 @@ def shape(
         if not low < mean < high:
             reason = f"the mean reward, {mean:g}, is outside algorithm.reward_range"
     passes = tuple(one.parts[pass_reward] for one in scored if pass_reward in one.parts)
-    return Shaped(group, tuple(scored), equal, reason, passes)
+    return ScoredGroup(group, tuple(scored), equal, reason, passes)
 
 
-def _turns_differ(scored: Sequence[Rewarded], algorithm: AlgorithmConfig) -> bool:
+def _turns_differ(scored: Sequence[ScoredRollout], algorithm: AlgorithmConfig) -> bool:
     """Check whether a turn has an advantage although the rewards of the episodes are equal."""
     if not (scored and _compares(algorithm)):
         return False
@@ -132,7 +132,9 @@ def _compares(algorithm: AlgorithmConfig) -> bool:
     return choose("advantage", algorithm.advantage).compares
 
 
-def signal_metrics(groups: Sequence[Shaped], uses_pass_rates: bool = False) -> dict[str, float]:
+def signal_metrics(
+    groups: Sequence[ScoredGroup], uses_pass_rates: bool = False
+) -> dict[str, float]:
     if not groups:
         return {}
     metrics = {
@@ -148,7 +150,7 @@ def signal_metrics(groups: Sequence[Shaped], uses_pass_rates: bool = False) -> d
     return metrics
 
 
-def outcome_of(shaped: Shaped, untrained: str | None) -> PromptOutcome:
+def outcome_of(shaped: ScoredGroup, untrained: str | None) -> PromptOutcome:
     """Name a prompt's outcome; `untrained`: why no update trained the group."""
     pass_rate = statistics.fmean(shaped.passes) if shaped.passes else None
     why = shaped.reason or untrained
@@ -172,7 +174,7 @@ class _Row(NamedTuple):
 
 
 def train_samples(
-    groups: Sequence[Shaped],
+    groups: Sequence[ScoredGroup],
     measured: Sequence[Columns],
     algorithm: AlgorithmConfig,
     kl_coef: float,
@@ -261,7 +263,7 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
 
 
 def _by_token(
-    rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float
+    rows: Sequence[_Row], one: ScoredRollout, algorithm: AlgorithmConfig, kl_coef: float
 ) -> Tensor:
     """Return an advantage per sampled token of a rollout; add a critic's target as the column "returns"."""
     choice = choose("advantage", algorithm.advantage)
@@ -280,7 +282,7 @@ def _by_token(
 
 
 def _by_turn(
-    rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float
+    rows: Sequence[_Row], one: ScoredRollout, algorithm: AlgorithmConfig, kl_coef: float
 ) -> Tensor:
     """Return the same where each turn of the rollout is one step, with the values of its first token.
 

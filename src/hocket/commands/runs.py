@@ -43,7 +43,7 @@ from hocket.trainer.checkpoints import Checkpoints, Saved
 from hocket.types import Group, Metrics, Prompt, Rollout, Score
 
 if TYPE_CHECKING:
-    from hocket.algorithm.samples import Shaped
+    from hocket.algorithm.samples import ScoredGroup
     from hocket.loop import Run
 
 OnStep = Callable[[int, dict[str, float]], object] | None
@@ -276,7 +276,7 @@ def _join(joined: Joined, stack: ExitStack, on_step: OnStep) -> list[RunPart]:
     return run_parts
 
 
-def _shape(config: Config) -> "Callable[[Group], Shaped]":
+def _shape(config: Config) -> "Callable[[Group], ScoredGroup]":
     from hocket.algorithm.samples import shape
 
     def rules(view: Config) -> tuple[int, float, str]:
@@ -285,7 +285,7 @@ def _shape(config: Config) -> "Callable[[Group], Shaped]":
     of_run = rules(config)
     of_source = {name: rules(view) for name, view in config.views.items()}
 
-    def shaped(group: Group) -> "Shaped":
+    def shaped(group: Group) -> "ScoredGroup":
         max_tokens, env_weight, pass_reward = of_source.get(group.source, of_run)  # a replay may be of other sources
         return shape(group, config.algorithm, max_tokens, env_weight, pass_reward)
 
