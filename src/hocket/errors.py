@@ -32,8 +32,8 @@ def cause_of(error: BaseException | None) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def door() -> str:
-    """Return the beginning of a hocket command as it was typed here."""
+def program() -> str:
+    """Name the program as the user typed it, for commands in messages."""
     name = Path(sys.argv[0]).name
     return (
         "hocket" if name == "hocket" else f"python3 {sys.argv[0] if name == 'run.py' else 'run.py'}"

@@ -23,7 +23,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data.columns import columns_of, sample_of
 from hocket.data.sources import read_rows
-from hocket.errors import ConfigError, DataError, RewardError, SyncError, door
+from hocket.errors import ConfigError, DataError, RewardError, SyncError, program
 from hocket.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
@@ -131,7 +131,7 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
         stream.restore(saved.parts["prompts"])
     run_there(_try_servers(parts, up, firsts[0]))
     if failed:
-        advice = f"mend the reward, or try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
+        advice = f"mend the reward, or try a completion as you expect it: {program()} reward-test --samples FILE CONFIG"
         raise RewardError(f"the answer of {failed[0]} has no score, as said above; {advice}")
     say("nothing stands in the way of a run" + ("" if up or replay else ", as far as is seen without a server"))
 
