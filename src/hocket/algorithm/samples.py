@@ -33,7 +33,7 @@ class ScoredRollout(NamedTuple):
     reward: float  # its score minus its penalty
     penalty: float  # for its length
     parts: Mapping[str, float]  # by reward function
-    witness: bool  # as in TrainSample
+    is_unbiased: bool  # as in TrainSample
     turns: Turns = ()  # where credit goes by turn: with what counts for each in the score
 
 
@@ -66,9 +66,16 @@ def shape(
         if score.error is None:
             turns = turns_of(rollout, env_weight) if algorithm.by_turn else ()
             penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
-            sure = not (needs and are_equal(rewards))
-            rewards.append(score.total - penalty)
-            scored.append(ScoredRollout(rollout, rewards[-1], penalty, score.parts, sure, turns))
+            # Checks of log-probs (extras/checks) may use only tokens of which it did not depend on
+            # what was sampled whether they are trained. Groups are filtered by the variance of
+            # their rewards, so the trained ones are a biased sample: they hold more rare answers
+            # than the policy gives, and a test of their log-probs would find a correct server
+            # wrong. A rollout is unbiased where no group is filtered, or where the rewards before
+            # it differ already: then its group is trained whatever this rollout answered.
+            is_unbiased = not needs or not are_equal(rewards)
+            reward = score.total - penalty
+            rewards.append(reward)
+            scored.append(ScoredRollout(rollout, reward, penalty, score.parts, is_unbiased, turns))
     equal = are_equal(rewards) and not (algorithm.by_turn and _turns_differ(scored, algorithm))
     reason = None
     if not scored:
@@ -236,7 +243,7 @@ def train_samples(
             columns=row.columns,
             id=row.id,
             group=group_ids[row.owner],
-            witness=scored[row.owner][1].witness,
+            is_unbiased=scored[row.owner][1].is_unbiased,
         )
         for row, own_n in zip(rows, torch.split(advantages_n, lengths), strict=True)
     ]

@@ -38,7 +38,7 @@ class TrainBatch(LossBatch):
     trained_n: Tensor  # places on the axis t where the mask is True, of this rank's part
     row_n: Tensor  # their places in `input_ids_br`
     lengths: tuple[int, ...]  # of the sequences, along t
-    witness_bt: Tensor  # True on sampled tokens of witnesses
+    unbiased_bt: Tensor  # True on sampled tokens of unbiased samples
     places: tuple[int, ...]  # of the sequences among the packed samples
     max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
     images: tuple[Image, ...] = ()  # of the row, each with its first place there
@@ -304,7 +304,7 @@ def _build(
         trained_n=there(trained_n[is_here]),
         row_n=there(row_n[is_here]),
         sample_bt=there(sample_bt),
-        witness_bt=there(torch.tensor([sample.witness for sample in samples])[sample_bt] & mask_bt),
+        unbiased_bt=there(torch.tensor([sample.is_unbiased for sample in samples])[sample_bt] & mask_bt),
         lengths=lengths,
         places=places,
         images=tuple(_images(samples, rows, starts)),

@@ -47,7 +47,7 @@ class SamplingCheck(RunPart):
     share: float  # of prompts that are compared before the step
     group_size: int
     history: MetricsHistory
-    fair: bool = True  # no answer has a say in whether it is a witness
+    fair: bool = True  # whether a sample is unbiased depends on no answer
     claim: Callable[[TokenSequence], str] = lambda sequence: ""  # what is wrong in what a server says of its tokens
     _lot: Metrics = dataclasses.field(default_factory=dict)  # counts in place of what training finds
     _certain: float = 0.0  # odds of greedy answers, without those that training finds
