@@ -190,7 +190,6 @@ class Same(NamedTuple):
 
 
 EQUIVALENT: tuple[Same, ...] = (
-    Same("algorithm/samples.py:train_samples:negated:1", "-1", "the second of two is the last one"),
     Same("algorithm/advantages.py:_by_group:call:1", "ids_n", "a group is computed again for each of its rollouts"),
     Same("protocol/manifest.py:tensor_checksum:if:0", "True", "a copy of bytes that lie well has the same sum"),
     Same("protocol/manifest.py:_block_sums:if:1", "False", "without a GPU both ways have the same sums"),
