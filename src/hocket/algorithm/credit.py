@@ -1,7 +1,7 @@
 """Give turns of episodes advantages: the same to all turns of an episode, or one to each turn.
 
-Suffixes: k turns of a batch, episode by episode and in the order in which they were taken; n episodes
-of a batch.
+Suffixes: k turns of a batch, episode by episode and in the order in which they were taken; n
+episodes of a batch.
 """
 
 import itertools
@@ -23,7 +23,7 @@ Turns = Sequence[Sequence[TurnReward]]
 
 
 class Compare(Protocol):
-    """Compare each value with those of its group, as algorithm.advantage and algorithm.scale say."""
+    """Compare values within their groups, as algorithm.advantage and algorithm.scale say."""
 
     def __call__(self, values: Sequence[float], group_ids: Sequence[int], /) -> Tensor:
         """Compute the advantage of each value; `group_ids` has the number of each value's group."""
@@ -46,8 +46,8 @@ def turns_of(rollout: Rollout, weight: float) -> Turns:
 def in_order(turns: Turns, total: float) -> list[TurnReward]:
     """Sort an episode's turns as they were taken, and have their rewards add up to its `total`.
 
-    The environment rewards turns; other rewards and penalties are of the episode as a whole. The last
-    turn gets these: the total less the rewards of the turns before it.
+    The environment rewards turns; other rewards and penalties are of the episode as a whole. The
+    last turn gets these: the total less the rewards of the turns before it.
     """
     ordered = sorted(itertools.chain.from_iterable(turns))
     before_last = sum(turn.reward for turn in ordered[:-1])
@@ -121,10 +121,10 @@ def turn(
 ) -> Tensor:
     """Compute Σ_{j≥k} discount^(j−k) · A_j, as the code of arXiv 2505.11821 does.
 
-    A_j compares all episodes of a group, however long they are. Before an episode's last turn, A_j
-    compares its reward j; an episode that ended at turn j or before counts as 0. At its last turn, A_j
-    compares the sum of all rewards from turn j on; an episode that ended before counts with the reward
-    of its own last turn.
+    A_j compares all episodes of a group, however long they are. Before an episode's last turn,
+    A_j compares its reward j; an episode that ended at turn j or before counts as 0. At its last
+    turn, A_j compares the sum of all rewards from turn j on; an episode that ended before counts
+    with the reward of its own last turn.
     """
     rewards_n: list[list[float]] = [[] for _ in group_n]  # of each episode's turns
     for owner, reward in zip(owner_k, rewards_k, strict=True):
@@ -133,8 +133,9 @@ def turn(
     for owner, group in enumerate(group_n):
         episodes_of_group[group].append(owner)
 
-    # A comparison holds one value of each episode of a group. Turns at the same place share it, apart
-    # for those that are the last of their episode. It is named by the index of its first value.
+    # A comparison holds one value of each episode of a group. Turns at the same place share one;
+    # those that are the last of their episode share another. It is named by the index of its
+    # first value.
     values: list[float] = []
     comparison_ids: list[int] = []  # of each value
     first_values: dict[tuple[int, int, bool], int] = {}  # (group, place, is last) → comparison
@@ -154,7 +155,7 @@ def turn(
 
 
 def _compared_reward(rewards: Sequence[float], place: int, *, to_the_end: bool) -> float:
-    """Compute the value with which `turn` compares an episode at this place, by its turns' rewards."""
+    """Compute the value that an episode has where `turn` compares this place."""
     last = len(rewards) - 1
     if to_the_end:
         return sum(rewards[min(place, last) :])
@@ -174,8 +175,8 @@ def step_groups(
 ) -> Tensor:
     """Compute A(episode) + weight · A(return of the turn), as in arXiv 2505.10978.
 
-    The return of turn k is Σ_{j≥k} discount^(j−k) · reward_j. It is compared with the returns of those
-    turns of the group that began in an equal state.
+    The return of turn k is Σ_{j≥k} discount^(j−k) · reward_j. It is compared with the returns of
+    those turns of the group that began in an equal state.
     """
     returns_k = _discounted_sums(torch.tensor(rewards_k, dtype=torch.float64), owner_k, discount)
     same_state = [(group_n[owner], state) for owner, state in zip(owner_k, state_k, strict=True)]
@@ -188,9 +189,7 @@ def _compare_by_key(
 ) -> Tensor:
     """Compare each value with those of the same key, float64 [k]."""
     numbers: dict[Hashable, int] = {}  # key → number of its group
-    group_ids = []
-    for key in keys:
-        group_ids.append(numbers.setdefault(key, len(numbers)))
+    group_ids = [numbers.setdefault(key, len(numbers)) for key in keys]
     return compare(values_k, group_ids).double()
 
 

@@ -1,7 +1,6 @@
 """Compute advantages from a reward per step, for algorithm.advantage that compares no rollouts.
 
-A step is a sampled token or, with algorithm.credit=turn, a whole turn of the model. Here are also the
-sequences that are trained, with what is known of each of their tokens.
+A step is a sampled token or, with algorithm.credit=turn, a whole turn of the model.
 
 Suffixes: t all tokens of a sequence, n sampled tokens, k turns.
 """
@@ -69,9 +68,11 @@ def advantages_by_turn(
     Returns float64 [n] over all trained sequences of the rollout.
     """
     choice = choose("advantage", algorithm.advantage)
-    # The rows hold turns sequence by sequence. Steps have the order in which turns were taken, which
+    # The rows hold turns sequence by sequence. Steps have the order in which turns were taken: it
     # differs where an agent went back to an earlier conversation.
-    trained = [turn for row in rows for turn in row.turns]
+    trained: list[TurnReward] = []
+    for row in rows:
+        trained += row.turns
     order = torch.tensor([turn.number for turn in trained]).argsort()
     sizes = torch.tensor([turn.tokens for turn in trained])
     firsts = sizes.cumsum(0) - sizes  # place of each turn's first token among the sampled ones
@@ -87,9 +88,8 @@ def advantages_by_turn(
         columns[f"{name}_t"] = values_n[firsts][order]
 
     # Back from the order of steps to that of the rows, and from turns to tokens.
-    by_token: list[Tensor] = []
-    for values_k in _advantages_and_targets(choice, algorithm, rewards_k, columns):
-        by_token.append(values_k[order.argsort()].repeat_interleave(sizes))
+    by_step = _advantages_and_targets(choice, algorithm, rewards_k, columns)
+    by_token = [values_k[order.argsort()].repeat_interleave(sizes) for values_k in by_step]
     lengths = [len(row.kl_n) for row in rows]
     for targets_n in by_token[1:]:
         for row, row_targets_n in zip(rows, torch.split(targets_n, lengths), strict=True):

@@ -226,7 +226,8 @@ def train_samples(
 
     Args:
         groups: those that have a signal.
-        measured: the trainer's columns of each sequence of all scored rollouts, in order; may be empty.
+        measured: the trainer's columns of each sequence of all scored rollouts, in order; may be
+            empty.
         algorithm: its settings.
         kl_coef: the coefficient of a KL in the rewards.
 

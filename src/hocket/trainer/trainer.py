@@ -199,7 +199,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             gradient_checkpointing=settings.gradient_checkpointing,
             kernels=settings.kernels,
             entropy_gradient=algorithm.entropy_coef > 0
-            or "entropy_bt" in choose("objective", algorithm.objective).given,
+            or "entropy_bt" in choose("objective", algorithm.objective).arguments,
             seed=settings.seed,
             loads=self.ranks.is_main or self.setup.stage < 3,
         )
