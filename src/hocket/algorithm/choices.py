@@ -86,10 +86,7 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
 
 
 def check(algorithm: AlgorithmConfig, group_size: int) -> None:
-    """Check that the chosen functions exist and fit together; plugins must be loaded.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError unless the chosen functions exist and fit together; plugins are loaded."""
     for kind in ("objective", "aggregate", "correction", "credit"):
         choose(kind, getattr(algorithm, kind))
     _check_advantage(algorithm, group_size)
@@ -180,25 +177,15 @@ def objective(name: str, *, clips: Clips = "none") -> Callable[[F], F]:
         def capped(ratio_bt, advantages_bt, most: float = 2.0):
             return ratio_bt.clamp(max=most) * advantages_bt
     """
-    offered = (
-        "ratio_bt",
-        "logprobs_bt",
-        "entropy_bt",
-        "advantages_bt",
-        "rollout_logprobs_bt",
-        "mask_bt",
-        "sample_bt",
-        "low",
-        "high",
-    )
+    offered = ["ratio_bt", "logprobs_bt", "entropy_bt"]
+    offered += ["advantages_bt", "rollout_logprobs_bt", "mask_bt", "sample_bt", "low", "high"]
     return _register("objective", offered, name, {"clips": clips})
 
 
 def aggregate(name: str) -> Callable[[F], F]:
     """Decorate an aggregate: the weight of each token in the loss, [bt].
 
-    mask_bt is float32; num_tokens and num_sequences count over all ranks; longest is
-    rollout.max_tokens.
+    mask_bt is float32; num_tokens, num_sequences: over all ranks; longest: rollout.max_tokens.
     """
     offered = ("mask_bt", "sample_bt", "num_tokens", "num_sequences", "longest")
     return _register("aggregate", offered, name, {})
