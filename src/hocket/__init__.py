@@ -120,6 +120,7 @@ def train(
 
     if not isinstance(rewards, Mapping | None):
         raise ConfigError("rewards takes {name: function}, e.g. {'mine': f}")
+    # The functions are registered under their names, as if a plugin had them, until the run ends.
     named = {"rewards.functions": dict.fromkeys(rewards, 1.0)} if rewards else {}
     loaded = _loaded(config, named, overrides)
     with ExitStack() as stack:

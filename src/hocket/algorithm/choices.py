@@ -71,6 +71,7 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
 
     Raises ConfigError for an unknown name or option.
     """
+    # The loss looks its functions up for each micro-batch, so options are read only once.
     key = kind, str(chosen)
     if key not in _chosen:
         options = {"name": chosen} if isinstance(chosen, str) else dict(chosen)

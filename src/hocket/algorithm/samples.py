@@ -83,7 +83,8 @@ def shape(
         # trained ones are a biased sample: they hold more of the rare answers than the policy
         # draws, and a test of their log-probs would accuse a correct server. A rollout is unbiased
         # if no group is filtered, or if the rewards before it differ already: its group is then
-        # trained whatever this rollout answered.
+        # trained whatever this rollout answered. (Where reward_range or mask_truncated filter as
+        # well, those tests use no trained sample at all.)
         is_unbiased = not needs_spread or not are_equal(rewards)
         penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
         reward = score.total - penalty
@@ -247,6 +248,7 @@ def train_samples(
     if algorithm.scale == "tokens":
         advantages_n = whiten(advantages_n)
 
+    # Advantages are those of the rows' sampled tokens, row after row.
     samples = []
     lengths = [len(row.kl_n) for row in rows]
     for row, row_advantages_n in zip(rows, torch.split(advantages_n, lengths), strict=True):
@@ -374,7 +376,7 @@ class KlController:
 
     coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / horizon)
 
-    `state` and `restore` carry an adapted coefficient over a checkpoint.
+    `state` and `restore` carry an adapted coefficient from a checkpoint into the resumed run.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:

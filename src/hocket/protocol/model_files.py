@@ -57,6 +57,7 @@ def weight_files(path: str) -> tuple[list[Path], list[str]]:
     Returns the files, none where the folder or the hub's cache has none yet, and sentences that say
     what is wrong with them.
     """
+    # A whole file goes before an index of shards, as in transformers.
     for name in SINGLE:
         whole = local_file(path, name)
         index = local_file(path, f"{name}.index.json")
@@ -268,6 +269,8 @@ def untied(loaded: Loaded, files: Sequence[Path], shapes: Shapes) -> list[str]:
     from transformers.core_model_loading import revert_weight_conversion
 
     problems = []
+    # A pair is (a tensor, the one that config.json ties it to), by the names in transformers'
+    # model; names in the files may be others.
     for pair in loaded.model.all_tied_weights_keys.items():
         parameters = {name: loaded.model.get_parameter(name) for name in pair}
         published = revert_weight_conversion(loaded.model, parameters)
