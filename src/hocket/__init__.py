@@ -1,6 +1,5 @@
 """GRPO with a vLLM generation server and a DeepSpeed trainer, in step over HTTP."""
 
-import functools
 import gc
 import importlib
 import json
@@ -15,20 +14,24 @@ if TYPE_CHECKING:
 
     Settings = str | Path | Mapping[str, Any] | Config
 
-COMMANDS = {
-    "quickstart": "start server and trainer on this machine; without CONFIG, train the small policy that ships here",
-    "launch": "start the servers and trainer ranks of CONFIG on this machine, GPUs divided between them",
+COMMANDS = {  # name → what it does, for the help
+    "quickstart": "start server and trainer on this machine; without CONFIG, train the small "
+    "policy that ships here",
+    "launch": "start the servers and trainer ranks of CONFIG on this machine, GPUs divided between "
+    "them",
     "install": "make .venv, or bring it to the build and lock of this checkout",
     "test": "run the test-suite; further arguments go to pytest",
     "serve": "start the generation server (vLLM)",
-    "train": "start the GRPO trainer (DeepSpeed), which finds the server over HTTP; one process per GPU under torchrun",
-    "rollout": "play and score trainer.steps batches without a trainer; train on them by pipeline.replay",
+    "train": "start the GRPO trainer (DeepSpeed), which finds the server over HTTP; one process "
+    "per GPU under torchrun",
+    "rollout": "play and score trainer.steps batches without a trainer; train on them by "
+    "pipeline.replay",
     "generate": "ask a running server for completions",
     "eval": "measure held-out accuracy of a running server, or of model.path where none answers",
     "reward-test": "score the completions in a file with the rewards of CONFIG, without a model",
     "config": "check a config, or print every key",
 }
-EXTRA_COMMANDS = {  # name → the module that registers it, and what it does
+EXTRA_COMMANDS = {  # name → (the module that registers it, what it does)
     "sft": (
         "hocket.extras.stages.commands",
         "fine-tune on demonstrations: conversations (messages), or prompts with responses",
@@ -43,7 +46,8 @@ EXTRA_COMMANDS = {  # name → the module that registers it, and what it does
     ),
     "select": (
         "hocket.extras.select",
-        "write the best rollouts of the run in folder RUN as demonstrations (rejection sampling), or preferences",
+        "write the best rollouts of the run in folder RUN as demonstrations (rejection sampling), "
+        "or preferences",
     ),
     "serve-reward": (
         "hocket.extras.http_reward.command",
@@ -74,10 +78,11 @@ EXTRA_COMMANDS = {  # name → the module that registers it, and what it does
         "report on this machine: packages, GPUs, memory, disk",
     ),
 }
-_FOLDER = Path(__file__).parents[1]
-for _name, (_module, _words) in EXTRA_COMMANDS.items():
-    if _FOLDER.joinpath(*_module.split(".")).with_suffix(".py").is_file():
-        COMMANDS[_name] = _words
+# An extra whose files were deleted has no line in the help.
+_SOURCE = Path(__file__).parents[1]
+for _name, (_module, _description) in EXTRA_COMMANDS.items():
+    if Path(_SOURCE, f"{_module.replace('.', '/')}.py").is_file():
+        COMMANDS[_name] = _description
 
 
 def train(
@@ -87,19 +92,26 @@ def train(
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     on_step: "OnStep" = None,
 ) -> dict[str, Any]:
-    """Train as the command does, with a server that this starts if none answers (docs/python.md). Raise HocketError.
+    """Train as the command `train` does, and start a server if none answers (docs/python.md).
 
     Args:
-        config: a YAML file, or values as in `overrides`: "section.key" → value, or section → mapping.
-        rewards: name → function, called in this process; instead of rewards.functions, each with weight 1.
-        on_step: called with number and metrics of each step; the run ends with a checkpoint where it returns True.
+        config: a YAML file, or values as in `overrides`.
+        overrides: "section.key" → value, or section → mapping.
+        rewards: name → function, called in this process; they replace rewards.functions, each
+            with weight 1.
+        on_step: called with number and metrics of each step; if it returns True, the run ends
+            with a checkpoint.
 
     Returns:
-        The content of summary.json, "run_dir", "model" (folder of the newest weights), and "history" (metrics.jsonl).
+        The content of summary.json, "run_dir", "model" (folder of the newest weights), and
+        "history" (the rows of metrics.jsonl).
+
+    Raises:
+        HocketError: a subclass with cause and fix in its message.
     """
     from hocket.common import environment
 
-    environment.prepare()
+    environment.prepare()  # before a package reads the variables that this sets
     from hocket.commands import runs as commands
     from hocket.common.files import numbered
     from hocket.errors import ConfigError
@@ -108,6 +120,7 @@ def train(
 
     if not isinstance(rewards, Mapping | None):
         raise ConfigError("rewards takes {name: function}, e.g. {'mine': f}")
+    # The functions are registered under their names, as if a plugin had them, until the run ends.
     named = {"rewards.functions": dict.fromkeys(rewards, 1.0)} if rewards else {}
     loaded = _loaded(config, named, overrides)
     with ExitStack() as stack:
@@ -118,15 +131,33 @@ def train(
         commands.train(loaded, serve=True, on_step=on_step)
     folder = loaded.run_dir
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text("utf-8"))
-    *_, model = numbered(folder / "weights", "v*").values()
+    versions = numbered(folder / "weights", "v*")
+    newest = list(versions.values())[-1]
     history = read_lines(folder / "metrics.jsonl")
-    return summary | {"run_dir": folder, "model": model, "history": history}
+    return summary | {"run_dir": folder, "model": newest, "history": history}
 
 
-def _stage(
-    command: str, config: "Settings", overrides: Mapping[str, Any] | None = None
+def sft(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Fine-tune on demonstrations, as the command `sft` does (docs/stages.md).
+
+    Takes and raises as `train`. Returns "run_dir", "model" (its folder) and "history".
+    """
+    return _run_stage("sft", config, overrides)
+
+
+def rm(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Train a reward model on preferences, as the command `rm` does; arguments as of `sft`."""
+    return _run_stage("rm", config, overrides)
+
+
+def dpo(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Learn a policy from preferences, as the command `dpo` does; arguments as of `sft`."""
+    return _run_stage("dpo", config, overrides)
+
+
+def _run_stage(
+    command: str, config: "Settings", overrides: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Run a stage as its command does. Take and raise as `train`; return run_dir, model (its folder) and history."""
     from hocket.common import environment
 
     environment.prepare()
@@ -150,28 +181,27 @@ def _stage(
     }
 
 
-sft = functools.partial(_stage, "sft")
-rm = functools.partial(_stage, "rm")
-dpo = functools.partial(_stage, "dpo")
-
-
 def _loaded(
-    config: "Settings", more: Mapping[str, Any], overrides: Mapping[str, Any] | None
+    config: "Settings", defaults: Mapping[str, Any], overrides: Mapping[str, Any] | None
 ) -> "Config":
-    """Read a config, with `more` over its values and `overrides` over both."""
+    """Read a config, with `defaults` over its values and `overrides` over both."""
     from hocket.config import Config, load
 
-    values = (
-        config.model_dump(by_alias=True, exclude_unset=True)
-        if isinstance(config, Config)
-        else config
-    )
-    file, values = (None, values) if isinstance(values, Mapping) else (values, {})
-    return load(file, {**values, **more, **(overrides or {})})
+    file: str | Path | None = None
+    values: dict[str, Any] = {}
+    if isinstance(config, Config):
+        values.update(config.model_dump(by_alias=True, exclude_unset=True))
+    elif isinstance(config, Mapping):
+        values.update(config)
+    else:
+        file = config
+    values.update(defaults)
+    values.update(overrides or {})
+    return load(file, values)
 
 
 def _free() -> None:
-    """Let go of a run's sockets and GPU memory, which cycles hold."""
+    """Free a run's sockets and GPU memory, which cycles of references hold."""
     import torch
 
     gc.collect()

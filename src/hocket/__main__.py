@@ -1,4 +1,7 @@
-"""`hocket COMMAND` and `python -m hocket COMMAND`: like `run.py COMMAND`, in an environment that is already there."""
+"""Run `hocket COMMAND` and `python -m hocket COMMAND`.
+
+They are like `run.py COMMAND`, in an environment that is already there.
+"""
 
 import os
 import sys
@@ -8,12 +11,15 @@ from hocket.errors import SetupError
 
 
 def run() -> None:
+    """Prepare the environment, run the command that was typed, and exit with its status."""
     notes = shell.begin()
     from hocket.common import environment
     from hocket.common.processes import PARENT_VARIABLE, exit_with
 
+    if PARENT_VARIABLE in os.environ:  # a launcher started this, and has printed the notes
+        notes = []
     try:
-        environment.prepare(() if PARENT_VARIABLE in os.environ else notes)
+        environment.prepare(notes)
     except SetupError as error:
         sys.exit(f"error: {error}")
     from hocket.commands.cli import main

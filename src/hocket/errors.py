@@ -1,4 +1,7 @@
-"""Errors, one class per boundary. Each message names what happened and what to do next."""
+"""Define the errors that hocket raises on purpose, one class per boundary.
+
+Each message names what happened and what to do next.
+"""
 
 import enum
 import errno
@@ -7,7 +10,7 @@ import sys
 from pathlib import Path
 
 TRACEBACK = "HOCKET_TRACEBACK"  # variable that has errors show tracebacks; --traceback sets it
-_REMEDIES = {
+_REMEDIES = {  # by number of an error of the operating system
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there, or have the quota raised",
     errno.EFBIG: "raise the shell's limit of file sizes (ulimit -f)",
@@ -22,30 +25,36 @@ _REMEDIES = {
 
 
 def remedy(error: BaseException) -> str | None:
-    """Advise on an error of the disk, found by its words: safetensors has no error number."""
-    found = (fix for number, fix in _REMEDIES.items() if os.strerror(number) in str(error))
-    return next((fix.format(user=os.getuid()) for fix in found), None)
+    """Advise on an error of the disk; None if it is another error."""
+    for number, fix in _REMEDIES.items():
+        # By the words, as errors of safetensors have no number.
+        if os.strerror(number) in str(error):
+            return fix.format(user=os.getuid())
+    return None
 
 
 def cause_of(error: BaseException | None) -> str:
-    """Return the first line of an error: vLLM appends the traceback of its worker."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Take the first line of an error's message: vLLM appends the traceback of its worker."""
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0]
 
 
-def door() -> str:
-    """Return the beginning of a hocket command as it was typed here."""
+def program() -> str:
+    """Name the program as the user typed it, for commands in messages."""
     name = Path(sys.argv[0]).name
-    return (
-        "hocket" if name == "hocket" else f"python3 {sys.argv[0] if name == 'run.py' else 'run.py'}"
-    )
+    if name == "hocket":
+        return "hocket"
+    if name == "run.py":
+        return f"python3 {sys.argv[0]}"
+    return "python3 run.py"
 
 
 class HocketError(Exception):
-    """Root of what hocket raises on purpose; the command line prints it without a traceback."""
+    """The root of hocket's own errors; the command line prints them without a traceback."""
 
 
 class SetupError(HocketError):
-    """The environment of packages is missing and can't be made."""
+    """The environment of packages is missing, and can't be made."""
 
 
 class ConfigError(HocketError):
@@ -68,7 +77,7 @@ class ErrorOutcome(enum.Enum):
     LOST = "lost"  # ask another server; this one gets no work until a look finds it well
 
 
-OUTCOMES = {
+OUTCOMES = {  # by the code of a ServerError
     "not_finite": ErrorOutcome.REFUSED,  # other servers have the same weights
     "generation_failed": ErrorOutcome.REFUSED,
     "too_many_sessions": ErrorOutcome.REFUSED,
@@ -78,50 +87,57 @@ OUTCOMES = {
     "unreachable": ErrorOutcome.LOST,
     "timeout": ErrorOutcome.LOST,
     "cut": ErrorOutcome.LOST,
-    "protocol": ErrorOutcome.LOST,  # it answers as no hocket server does
-    "other_session": ErrorOutcome.LOST,  # it was started again
+    "protocol": ErrorOutcome.LOST,  # the answer is not a hocket server's
+    "other_session": ErrorOutcome.LOST,  # the server was started again
     "engine_dead": ErrorOutcome.LOST,
     "shutting_down": ErrorOutcome.LOST,
     "reload_failed": ErrorOutcome.LOST,
     "not_resumed": ErrorOutcome.LOST,
     "sleep_failed": ErrorOutcome.LOST,
 }
-"""Outcomes that the HTTP status does not say: by it, 5xx is a lost server, and all others are refusals."""
+"""Outcomes of errors whose HTTP status does not decide: else 5xx is LOST, all others REFUSED."""
 
 
 class ServerError(HocketError):
-    """The generation server refused a request or can't be reached."""
+    """The generation server refused a request or can't be reached.
+
+    Attributes:
+        code: the server's word for it, or one from client/server.py: "unreachable", "cut" ...
+        status: the HTTP status; None if there was no answer, or if a stream broke off after it.
+    """
 
     def __init__(self, message: str, *, code: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.code = code  # the server's, or from client/server.py: "unreachable", "cut" ...
-        self.status = status  # of HTTP; None without an answer, or after its head
+        self.code = code
+        self.status = status
 
     @property
     def outcome(self) -> ErrorOutcome:
-        by_status = (
-            ErrorOutcome.LOST
-            if self.status is not None and self.status >= 500
-            else ErrorOutcome.REFUSED
-        )
-        return OUTCOMES.get(self.code, by_status)
+        """What the client does next."""
+        if self.code in OUTCOMES:
+            return OUTCOMES[self.code]
+        if self.status is not None and self.status >= 500:
+            return ErrorOutcome.LOST
+        return ErrorOutcome.REFUSED
 
     @property
     def foreign(self) -> bool:
-        """Whether the server is another run's: it has another model, or wants another token."""
+        """Whether the server belongs to another run: it has another model or another token."""
         return self.code == "other_model" or self.status in (401, 403)
 
 
 def differ(gap: float, bound: float) -> str:
+    """Word the error of rollouts whose log-probs on the servers are not the trainer's."""
     return (
-        f"the servers' log-probs of these rollouts are not the trainer's: mean |Δ log-prob| {gap:.3g} is more than "
-        f"{bound:.3g} (sync.max_logprob_gap). Nothing was trained on them. Likely: a server has other weights, samples "
-        f"with another temperature, top_p or top_k, or mixes up prompts. Restart it"
+        "the servers' log-probs of these rollouts are not the trainer's: mean |Δ log-prob| "
+        f"{gap:.3g} is more than {bound:.3g} (sync.max_logprob_gap). Nothing was trained on them. "
+        "Likely: a server has other weights, samples with another temperature, top_p or top_k, or "
+        "mixes up prompts. Restart it"
     )
 
 
 class SyncError(HocketError):
-    """A published version did not reach a server, or the proof is missing."""
+    """A published version did not reach a server, or could not be verified there."""
 
 
 class TrainerError(HocketError):

@@ -23,7 +23,7 @@ from hocket.common.machine import family_of, holder, refuse_open, url_of
 from hocket.common.processes import PARENT_VARIABLE, die_with_parent, first
 from hocket.common.registry import Registry
 from hocket.config import Config, LaunchConfig, ObserveConfig
-from hocket.errors import ConfigError, ServerError, door
+from hocket.errors import ConfigError, ServerError, program
 from hocket.trainer import checkpoints
 
 ENGINES: Registry[Callable[..., None]] = Registry(
@@ -384,7 +384,7 @@ def _claim(port: int) -> socket.socket | None:
 
 def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
     """Return commands: the same run by hand, and the use of its newest version."""
-    run = door()
+    run = program()
     given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
     *_, model = numbered(run_dir / "weights", "v*").values()
     more = list[str]()

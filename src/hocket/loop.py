@@ -10,7 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hocket.algorithm.samples import KlController, Shaped, outcome_of, signal_metrics, train_samples
+from hocket.algorithm.samples import (
+    KlController,
+    ScoredGroup,
+    outcome_of,
+    signal_metrics,
+    train_samples,
+)
 from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import Config
@@ -39,7 +45,7 @@ class Run:
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
     shape: Callable[
-        [Group], Shaped
+        [Group], ScoredGroup
     ]  # a group's rewards for training; `reason`: why it has no signal, or None
     batches: Batches
     trainer: Trainer
@@ -102,7 +108,9 @@ class Run:
             has_signal=lambda group: self.shape(group).reason is None,
         )
 
-    async def train_policy(self, step: int, groups: Sequence[Shaped], max_gap: float) -> Metrics:
+    async def train_policy(
+        self, step: int, groups: Sequence[ScoredGroup], max_gap: float
+    ) -> Metrics:
         """Update the policy on groups with a signal; no other line changes the trainer's weights."""
         metrics: Metrics = {}
         self.console.progress(step, "training")
@@ -129,7 +137,7 @@ class Run:
         return metrics | shaping | trained
 
     async def train_and_publish(
-        self, step: int, shaped: Sequence[Shaped], *, last: bool
+        self, step: int, shaped: Sequence[ScoredGroup], *, last: bool
     ) -> Metrics:
         """Train on the groups with a signal and publish the new weights, if there are any; settle all prompts."""
         groups = [one for one in shaped if one.reason is None]

@@ -158,8 +158,8 @@ class TrainSample:
     columns: Columns = dataclasses.field(default_factory=dict)  # what else the losses read
     id: str = ""  # of the sequence, for reports
     group: int = 0  # number of its prompt's group, which no mini-batch divides
-    witness: bool = (
-        False  # whether it is trained did not depend on what was sampled: an unbiased sample
+    is_unbiased: bool = (
+        False  # whether it is trained did not depend on its tokens (algorithm/samples.py)
     )
 
     def __post_init__(self) -> None:

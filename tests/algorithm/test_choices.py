@@ -14,6 +14,7 @@ from hocket.algorithm.samples import shape
 from hocket.common.registry import load_plugins
 from hocket.errors import ConfigError
 from support.batches import loss_of
+from support.examples import plugged, shown
 from support.samples import MAX_TOKENS, algorithm, group_of, make_rollout, sampled
 
 MINE = """
@@ -144,6 +145,21 @@ def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_
     assert shape(alike, own, MAX_TOKENS).reason is None
     assert [list(sample.advantages) for sample in sampled([alike], own)[0]] == [[0.0, 0.0, *expected]] * 2
     assert shape(alike, algorithm("advantage=rank"), MAX_TOKENS).reason == "every reward is 2"
+
+
+def test_the_advantage_and_the_objective_that_their_decorators_show_are_plugins(tmp_path: Path) -> None:
+    head = "from hocket.algorithm.choices import advantage, objective\n\n"
+    above = head + shown(choices, '@advantage("above"')
+    with plugged(tmp_path, above, (choices.KINDS["advantage"], "above")):
+        chosen = {"name": "above", "quantile": 1.0}
+        found = group_advantages([0.0, 3.0, 9.0], [0, 0, 0], advantage=chosen, scale="none")
+        assert found.tolist() == [-9.0, -6.0, 0.0]
+    capped = head + shown(choices, '@objective("capped"')
+    with plugged(tmp_path, capped, (choices.KINDS["objective"], "capped")):
+        choice = choose("objective", {"name": "capped", "most": 3})
+        ratios, advantages = torch.tensor([[0.5, 9.0]]), torch.tensor([[2.0, 2.0]])
+        assert choice(ratio_bt=ratios, advantages_bt=advantages).tolist() == [[1.0, 6.0]]
+        assert choice.clips == "ratio"
 
 
 def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_examples.py has objectives, aggregates, KLs

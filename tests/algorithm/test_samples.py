@@ -8,7 +8,7 @@ import pytest
 
 from hocket.algorithm.samples import (
     KlController,
-    Shaped,
+    ScoredGroup,
     is_measured,
     outcome_of,
     overlong_penalty,
@@ -29,7 +29,9 @@ def group(name: str, rewards: list[float | None]) -> Group:
     return group_of(*rollouts, rewards=rewards, name=name)
 
 
-def shaped(groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT, pass_reward: str = "right") -> list[Shaped]:
+def shaped(
+    groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT, pass_reward: str = "right"
+) -> list[ScoredGroup]:
     return [shape(one, algorithm, MAX_TOKENS, pass_reward=pass_reward) for one in groups]
 
 
@@ -333,7 +335,7 @@ def test_a_fixed_coefficient_stays_and_an_adaptive_one_follows_the_distance_with
 def moments(algorithm: AlgorithmConfig, count: int = 3) -> tuple[float, float, float, float]:
     """Returns means over all draws of `count` answers of one token, a, b or c, of which a alone is right.
 
-    Of Σ −log p − H of witnesses, its square, Σ Var(log p) of witnesses, and the first of all that are trained.
+    Of Σ −log p − H of unbiased samples, its square, their Σ Var(log p), and the first of all that are trained.
     """
     chances = {"a": 0.7, "b": 0.2, "c": 0.1}
     entropy = -math.fsum(p * math.log(p) for p in chances.values())
@@ -345,16 +347,16 @@ def moments(algorithm: AlgorithmConfig, count: int = 3) -> tuple[float, float, f
         groups = [one for one in shaped([group_of(*rollouts, rewards=rewards)], algorithm) if one.reason is None]
         samples = train_samples(groups, [], algorithm, 0.0)[0] if groups else []
         surprise = {one.id: -one.sequence.logprobs[2] - entropy for one in samples}
-        own = math.fsum(surprise[one.id] for one in samples if one.witness)
-        number = sum(one.witness for one in samples)
+        own = math.fsum(surprise[one.id] for one in samples if one.is_unbiased)
+        number = sum(one.is_unbiased for one in samples)
         row = (own, own**2, number * variance, math.fsum(surprise.values()))
         found += np.array(row) * math.prod(chances[token] for token in tokens)
     return tuple(found.tolist())
 
 
-def test_witnesses_are_a_fair_draw_though_groups_are_trained_by_their_rewards() -> None:
+def test_unbiased_samples_are_a_fair_draw_though_groups_are_trained_by_their_rewards() -> None:
     mean, square, variance, of_trained = moments(DEFAULT)
-    # Of three, the third is a witness where the first two differ: 2 · .7 · .3 = .42 of Var(log p) = .494387, 6 digits
+    # Of three, the third is unbiased where the first two differ: 2 · .7 · .3 = .42 of Var(log p) = .494387, 6 digits
     assert (mean, square, variance) == pytest.approx((0.0, 0.42 * 0.494387, 0.42 * 0.494387), abs=1e-6)
     assert of_trained > 0.2  # those whose group has a signal hold more of the rare answers
     mean, square, variance, _ = moments(settings("scale=tokens"))  # equal rewards are trained, too

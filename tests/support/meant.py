@@ -190,11 +190,10 @@ class Same(NamedTuple):
 
 
 EQUIVALENT: tuple[Same, ...] = (
-    Same("algorithm/samples.py:train_samples:negated:1", "-1", "the second of two is the last one"),
     Same("algorithm/advantages.py:_by_group:call:1", "ids_n", "a group is computed again for each of its rollouts"),
     Same("protocol/manifest.py:tensor_checksum:if:0", "True", "a copy of bytes that lie well has the same sum"),
     Same("protocol/manifest.py:_block_sums:if:1", "False", "without a GPU both ways have the same sums"),
-    Same("protocol/manifest.py:model_shapes:call:1", "model.all_tied_weights_keys", "nobody changes the model's own"),
+    Same("protocol/manifest.py:model_shapes:call:3", "model.all_tied_weights_keys", "nobody changes the model's own"),
     Same("protocol/manifest.py:specs:plus-one:0", "1", "the sums are the same with any number of threads"),
     Same("sync/publish.py:Transport:flag:0", "True", "a protocol's default is nobody's"),
     Same("trainer/logprobs.py:token_logprobs.<locals>.of_chunk:if:1", "False", "x / 1 is x"),

@@ -23,7 +23,7 @@ def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0, **more: Any
 
 
 def test_a_hand_worked_batch() -> None:
-    long = sample(5, 6, 7, 8, prompt=2, advantage=2.0, witness=True, columns={"values": (0.0, 0.1, 0.2, 0.3)})
+    long = sample(5, 6, 7, 8, prompt=2, advantage=2.0, is_unbiased=True, columns={"values": (0.0, 0.1, 0.2, 0.3)})
     short, tiny = (
         sample(*ids, advantage=advantage, columns={"values": (0.0, value)})
         for ids, advantage, value in (((1, 2), -1.0, 0.4), ((3, 4), 1.0, 0.5))
@@ -38,7 +38,7 @@ def test_a_hand_worked_batch() -> None:
     assert batch.rollout_logprobs_bt.tolist() == [[0.0, -7.0, -8.0, -2.0, -4.0]]
     assert batch.advantages_bt.tolist() == [[0.0, 2.0, 2.0, -1.0, 1.0]]
     assert batch.columns["values"].tolist() == [pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])]
-    assert batch.witness_bt.tolist() == [[False, True, True, False, False]]
+    assert batch.unbiased_bt.tolist() == [[False, True, True, False, False]]
     assert batch.trained_n.tolist() == batch.row_n.tolist() == [1, 2, 3, 4]
     assert batch.sample_bt.tolist() == [[0, 0, 0, 1, 2]]
     assert batch.places == (1, 0, 2)

@@ -178,7 +178,7 @@ def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.M
     monkeypatch.setattr(prefixes, "is_worth_sharing", lambda common, length, pairs: common > 0)
     samples = trees(30, rng)
     [[batch]] = pack(samples, share=math.inf)
-    beginnings = {s.sequence.token_ids[:n] for s in samples for n in range(1, len(s.sequence.token_ids))}
+    beginnings = {tuple(s.sequence.token_ids[:n]) for s in samples for n in range(1, len(s.sequence.token_ids))}
     assert batch.input_ids_br.numel() == len(beginnings)
     # In the row, a sequence's places hold its tokens, and it sees them all, in order.
     row = batch.input_ids_br[0]

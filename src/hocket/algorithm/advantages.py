@@ -1,4 +1,7 @@
-"""Compare each rollout's reward with those of its group. Suffixes: n rollouts, g group."""
+"""Compare each rollout's reward with those of its group.
+
+Suffixes: n rollouts of a batch, g rollouts of a group.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,34 +26,34 @@ def group_advantages(
     scale: Scale,
     parts: Sequence[Mapping[str, float]] = ({},),
 ) -> Tensor:
-    """Return A = (R − baseline) / (deviation + 1e-6) per rollout, float32 [n].
+    """Compute A = (R − baseline) / (deviation + 1e-6) of each rollout, float32 [n].
 
-    Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2510.13786), "none" (2503.20783); with
-    "tokens" samples.py divides. `parts`: the values of each reward function, and of its parts.
+    Args:
+        rewards: R of each rollout.
+        group_ids: the number of each rollout's group.
+        advantage: algorithm.advantage, which computes R − baseline.
+        scale: which unbiased deviation divides. "group": that of the group's rewards; "batch": that
+            of R − baseline over the whole batch (arXiv 2510.13786); "none": none (arXiv
+            2503.20783). "tokens": none here, samples.py whitens the advantages of all tokens.
+        parts: for each rollout the values of its reward functions, by name.
+
+    Raises ConfigError as `checked`.
     """
     choice = choose("advantage", advantage)
     setting = f"advantage={advantage}"
-    rewards_n = torch.tensor(
-        rewards, dtype=torch.float64
-    )  # float32 loses small differences of large rewards
+    # In float64, since float32 loses small differences of large rewards.
+    rewards_n = torch.tensor(rewards, dtype=torch.float64)
     ids_n = torch.tensor(group_ids)
     if choice.per == "group":
-        advantages_n = _by_group(
-            lambda rewards_g: checked(setting, choice(rewards_g=rewards_g), rewards_g),
-            rewards_n,
-            ids_n,
-        )
+
+        def compare(rewards_g: Tensor) -> Tensor:
+            return checked(setting, choice(rewards_g=rewards_g), [rewards_g])
+
+        advantages_n = _by_group(compare, rewards_n, ids_n)
     else:
-        names = dict.fromkeys(
-            name for part in parts for name in part if "/" not in name
-        )  # parts count in their reward
-        parts_n = {
-            name: rewards_n.new_tensor([part.get(name, math.nan) for part in parts])
-            for name in names
-        }
-        advantages_n = checked(
-            setting, choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n), rewards_n
-        )
+        parts_n = _columns_of_parts(parts)
+        returned = choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n)
+        advantages_n = checked(setting, returned, [rewards_n])
     if scale == "group":
         advantages_n = advantages_n / (_by_group(deviation, rewards_n, ids_n) + EPS)
     if scale == "batch":
@@ -58,37 +61,53 @@ def group_advantages(
     return advantages_n.float()
 
 
-def checked(setting: str, returned: Any, *given: Tensor) -> Tensor:
-    """Return the advantages that a function returned for numbers that it was given, float64, of the same shape.
+def _columns_of_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
+    """Arrange the values of reward functions by name, float64 [n]; NaN where a rollout has none."""
+    names: dict[str, None] = {}  # a dict keeps the order in which they first occur
+    for part in parts:
+        # A name with a slash is a part of a reward function, which counts in that function already.
+        names.update((name, None) for name in part if "/" not in name)
+    columns = {}
+    for name in names:
+        values = [part.get(name, math.nan) for part in parts]
+        columns[name] = torch.tensor(values, dtype=torch.float64)
+    return columns
 
-    Raise ConfigError for another shape, and for numbers that are not finite where all that were given are.
+
+def checked(setting: str, returned: Any, inputs: Sequence[Tensor]) -> Tensor:
+    """Check what a user's function returned as advantages, and convert it to float64.
+
+    Args:
+        setting: the function as the config names it, "advantage=mean".
+        returned: what it returned.
+        inputs: the numbers that it computed this from; the first one has as many as are expected.
+
+    Raises ConfigError where the shape is another one, and where a value is not finite although all
+    inputs are.
     """
-    what = f"algorithm.{setting} returned"
-    size = len(given[0])
+    begins = f"algorithm.{setting} returned"
+    size = len(inputs[0])
     try:
         values_n = torch.as_tensor(returned, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{what} {type(returned).__name__}: have it return a tensor of {size} numbers"
-        ) from error
+        kind = type(returned).__name__
+        raise ConfigError(f"{begins} {kind}: have it return a tensor of {size} numbers") from error
     if values_n.shape != (size,):
         count = len(values_n) if values_n.dim() == 1 else f"the shape {list(values_n.shape)}"
-        raise ConfigError(
-            f"{what} {count} for {size} advantages: have it return one for each, in the order given"
-        )
+        advice = "have it return one for each, in the order given"
+        raise ConfigError(f"{begins} {count} for {size} advantages: {advice}")
     finite_n = values_n.isfinite()
-    if not finite_n.all() and all(bool(numbers_n.isfinite().all()) for numbers_n in given):
-        place = int(finite_n.int().argmin())
-        cases = (
-            "equal rewards, one alone, and reward functions that a source lacks (NaN in parts_n)"
-        )
+    if not finite_n.all() and all(bool(numbers.isfinite().all()) for numbers in inputs):
+        place = int(finite_n.int().argmin())  # of the first that is not finite
         raise ConfigError(
-            f"{what} {values_n[place]:g} as advantage {place + 1} of {size}: have it meet {cases}"
+            f"{begins} {values_n[place]:g} as advantage {place + 1} of {size}: have it meet equal "
+            "rewards, one alone, and reward functions that a source lacks (NaN in parts_n)"
         )
     return values_n
 
 
 def _by_group(function: Callable[[Tensor], Tensor], values_n: Tensor, ids_n: Tensor) -> Tensor:
+    """Apply a function to the values of each group."""
     result_n = torch.empty_like(values_n)
     for group in torch.unique(ids_n):
         result_n[ids_n == group] = function(values_n[ids_n == group])

@@ -1,7 +1,8 @@
 """Functions that `algorithm.*` chooses by name, built in or your own (docs/algorithms.md).
 
-Suffixes: g rollouts of a group, n rollouts of a batch, t sampled tokens of one rollout, bt positions of a micro-batch,
-which hold 0 outside `mask_bt` and are ignored there. Torch is not imported, so that a config is refused at once.
+Suffixes: g rollouts of a group, n rollouts of a batch, t sampled tokens of one rollout, bt
+positions of a micro-batch, which hold 0 outside `mask_bt` and are ignored there. Torch is not
+imported, so that a config is refused at once.
 """
 
 import dataclasses
@@ -21,99 +22,112 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 Per = Literal["group", "batch", "token"]
+Clips = Literal["none", "ratio", "pessimistic"]
 Discount = Annotated[float, Field(gt=0, le=1)]
-Bounds = Annotated[
-    tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]], AfterValidator(ascending)
-]
+_Low = Annotated[float, Field(ge=0)]
+_High = Annotated[float, Field(gt=0)]
+Bounds = Annotated[tuple[_Low, _High], AfterValidator(ascending)]
 
-MAX_SURVIVOR_WEIGHT = 2.0  # of a token in a sequence that sequence_mask keeps
+MAX_SURVIVOR_WEIGHT = 2.0  # the highest weight of a token in a sequence that sequence_mask keeps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A function, with what it declares."""
+    """A function that the config chooses, with what its decorator declares."""
 
     function: Callable[..., Any]
-    given: tuple[str, ...]  # arguments that it takes; the others are its options
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: tuple[str, ...]  # what it takes of what hocket offers; the other ones are options
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values from the config
     per: Per = "batch"  # what one call of an advantage sees
-    needs: tuple[str, ...] = ()  # columns, measured before a step: "values" brings a critic
-    clips: Literal["none", "ratio", "pessimistic"] = (
-        "none"  # which ratios outside the bounds train/clip_* count
-    )
-    in_loss: bool = True  # the gradient of a KL estimate is one of the KL
+    needs: tuple[str, ...] = ()  # columns measured before a step: "values" brings a critic
+    clips: Clips = "none"  # which ratios outside the bounds train/clip_* count
+    in_loss: bool = True  # whether the gradient of a KL estimate is a gradient of the KL
 
     @property
     def compares(self) -> bool:
-        """Whether equal rewards have no signal."""
+        """Whether an advantage compares rollouts, so that equal rewards have no signal."""
         return self.per != "token"
 
-    def __call__(self, **values: Any) -> Any:
-        return self.function(**{name: values[name] for name in self.given}, **self.options)
+    def __call__(self, **offered: Any) -> Any:
+        """Call the function with its options, and with those of the offered arguments it takes."""
+        arguments = {name: offered[name] for name in self.arguments}
+        return self.function(**arguments, **self.options)
 
 
-KINDS = {  # by setting
+_IN_CREDIT = dict.fromkeys(("episode", "turn", "step_groups"), "hocket.algorithm.credit")
+KINDS = {  # the registry of each setting algorithm.KIND
     "advantage": Registry[Choice]("advantage"),
-    "credit": Registry[Choice](
-        "credit", **dict.fromkeys(("episode", "turn", "step_groups"), "hocket.algorithm.credit")
-    ),
+    "credit": Registry[Choice]("credit", **_IN_CREDIT),
     "objective": Registry[Choice]("objective"),
     "aggregate": Registry[Choice]("aggregate"),
     "kl": Registry[Choice]("kl"),
     "correction": Registry[Choice]("correction"),
 }
-_chosen: dict[tuple[str, str], Choice] = {}
+_chosen: dict[tuple[str, str], Choice] = {}  # (kind, setting as text) → what `choose` returned
 
 
 def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
-    """Look up a choice by its name or {name: ..., option: ...}. Raises ConfigError for an unknown one."""
+    """Look up a choice by its name or {name: NAME, option: value}, with its options checked.
+
+    Raises ConfigError for an unknown name or option.
+    """
+    # The loss looks its functions up for each micro-batch, so options are read only once.
     key = kind, str(chosen)
     if key not in _chosen:
-        own = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
-        name = own.pop("name")
-        choice = KINDS[kind].get(name, f"algorithm.{kind}: ")
+        options = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+        name = options.pop("name")
+        section = f"algorithm.{kind}"
+        choice = KINDS[kind].get(name, f"{section}: ")
         called = f"{KINDS[kind].kind} {name}"
-        options = options_of(
-            called, choice.function, own, section=f"algorithm.{kind}", keys=choice.given
+        checked = options_of(
+            called, choice.function, options, section=section, keys=choice.arguments
         )
-        _chosen[key] = dataclasses.replace(choice, options=options)
+        _chosen[key] = dataclasses.replace(choice, options=checked)
     return _chosen[key]
 
 
 def check(algorithm: AlgorithmConfig, group_size: int) -> None:
-    """Raise ConfigError where functions do not exist or do not fit together; plugins must be loaded."""
+    """Raise ConfigError unless the chosen functions exist and fit together; plugins are loaded."""
     for kind in ("objective", "aggregate", "correction", "credit"):
         choose(kind, getattr(algorithm, kind))
-    advantage = choose("advantage", algorithm.advantage)
-    compares = advantage.compares
-    if algorithm.by_turn and (
-        advantage.per == "batch" or (not compares and algorithm.credit != "turn")
-    ):
-        raise ConfigError(
-            f"algorithm.credit={algorithm.credit} compares turns of a group, algorithm.advantage={algorithm.advantage} "
-            "does not: set another, or leave credit out"
-        )
-    if not compares and algorithm.scale in ("group", "batch"):
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage} compares no rollouts: set algorithm.scale to tokens or none"
-        )
-    if compares and group_size == 1:
-        raise ConfigError(
-            f"rollout.group_size=1 leaves algorithm.advantage={algorithm.advantage} nothing to compare with: set 2 or "
-            f"more"
-        )
+    _check_advantage(algorithm, group_size)
     if algorithm.preset == "distill" and algorithm.reference is None:
         raise ConfigError(
-            "algorithm.preset=distill needs a teacher: set algorithm.reference to its folder or server"
+            "algorithm.preset=distill needs a teacher: set algorithm.reference to its folder or "
+            "server"
         )
-    if algorithm.kl == "off":
-        return
+    if algorithm.kl != "off":
+        _check_kl(algorithm)
+
+
+def _check_advantage(algorithm: AlgorithmConfig, group_size: int) -> None:
+    advantage = choose("advantage", algorithm.advantage)
+    setting = f"algorithm.advantage={algorithm.advantage}"
+    # Credit compares turns within a group; "turn" also works where no rollouts are compared.
+    fits_credit = advantage.per == "group" or (
+        advantage.per == "token" and algorithm.credit == "turn"
+    )
+    if algorithm.by_turn and not fits_credit:
+        raise ConfigError(
+            f"algorithm.credit={algorithm.credit} compares turns of a group, {setting} does not: "
+            "set another, or leave credit out"
+        )
+    if not advantage.compares and algorithm.scale in ("group", "batch"):
+        raise ConfigError(f"{setting} compares no rollouts: set algorithm.scale to tokens or none")
+    if advantage.compares and group_size == 1:
+        raise ConfigError(
+            f"rollout.group_size=1 leaves {setting} nothing to compare with: set 2 or more"
+        )
+
+
+def _check_kl(algorithm: AlgorithmConfig) -> None:
     estimate = choose("kl", algorithm.kl)
     if algorithm.kl_in == "loss" and not estimate.in_loss:
         raise ConfigError(
-            f"{algorithm.kl} in the loss has no expected gradient: set algorithm.kl_in=reward, or algorithm.kl=k2"
+            f"{algorithm.kl} in the loss has no expected gradient: set algorithm.kl_in=reward, or "
+            "algorithm.kl=k2"
         )
-    if algorithm.kl_in != "loss" and "ratio_bt" in estimate.given:
+    if algorithm.kl_in != "loss" and "ratio_bt" in estimate.arguments:
         raise ConfigError(
             f"algorithm.kl={algorithm.kl} needs the policy's ratio: set algorithm.kl_in=loss"
         )
@@ -122,88 +136,94 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
 def _register(
     kind: str, offered: Sequence[str], name: str, declared: Mapping[str, Any]
 ) -> Callable[[F], F]:
+    """Make a decorator that registers a function; `offered`: the arguments that it may take."""
+
     def add(function: F) -> F:
-        given = tuple(one for one in inspect.signature(function).parameters if one in offered)
-        KINDS[kind].register(name)(Choice(function=function, given=given, **declared))
+        parameters = inspect.signature(function).parameters
+        arguments = tuple(parameter for parameter in parameters if parameter in offered)
+        KINDS[kind].register(name)(Choice(function=function, arguments=arguments, **declared))
         return function
 
     return add
 
 
 def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Decorate an advantage: rewards → advantages, float64; per token also → (advantages, returns for a critic)."""
-    offered = (
-        "rewards_g",
-        "rewards_n",
-        "group_n",
-        "parts_n",
-        "rewards_t",
-        *(f"{column}_t" for column in needs),
-    )
+    """Decorate an advantage: a function of rewards, which returns advantages, float64.
+
+    Per "token" it may also return (advantages, returns), the targets of a critic. A file of yours
+    under `plugins`, for `algorithm.advantage={name: above, quantile: 0.9}`:
+
+        @advantage("above", per="group")
+        def above(rewards_g, quantile: float = 0.5):
+            return rewards_g - rewards_g.quantile(quantile)
+    """
+    offered = ["rewards_g", "rewards_n", "group_n", "parts_n", "rewards_t"]
+    offered += [f"{column}_t" for column in needs]
     return _register("advantage", offered, name, {"per": per, "needs": needs})
 
 
 def credit(name: str) -> Callable[[F], F]:
-    """Decorate a credit: the advantages of all turns of a batch, float64 [k] (algorithm/credit.py)."""
+    """Decorate a credit: the advantages of all turns of a batch, float64 [k] (credit.py)."""
     offered = ("rewards_k", "owner_k", "place_k", "state_k", "totals_n", "group_n", "compare")
     return _register("credit", offered, name, {})
 
 
-def objective(
-    name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "none"
-) -> Callable[[F], F]:
-    """Decorate an objective: each token's term, [bt], which is maximised.
+def objective(name: str, *, clips: Clips = "none") -> Callable[[F], F]:
+    """Decorate an objective: the term of each token, [bt], which is maximised.
 
-    Gradients pass through ratio_bt, logprobs_bt and entropy_bt.
+    Gradients pass through ratio_bt, logprobs_bt and entropy_bt. A file of yours under `plugins`,
+    for `algorithm.objective={name: capped, most: 3}`:
+
+        @objective("capped", clips="ratio")
+        def capped(ratio_bt, advantages_bt, most: float = 2.0):
+            return ratio_bt.clamp(max=most) * advantages_bt
     """
-    policy = ("ratio_bt", "logprobs_bt", "entropy_bt")
-    offered = (
-        *policy,
-        "advantages_bt",
-        "rollout_logprobs_bt",
-        "mask_bt",
-        "sample_bt",
-        "low",
-        "high",
-    )
+    offered = ["ratio_bt", "logprobs_bt", "entropy_bt"]
+    offered += ["advantages_bt", "rollout_logprobs_bt", "mask_bt", "sample_bt", "low", "high"]
     return _register("objective", offered, name, {"clips": clips})
 
 
 def aggregate(name: str) -> Callable[[F], F]:
     """Decorate an aggregate: the weight of each token in the loss, [bt].
 
-    mask_bt is float32; num_tokens and num_sequences count over all ranks; longest: rollout.max_tokens.
+    mask_bt is float32; num_tokens, num_sequences: over all ranks; longest: rollout.max_tokens.
     """
     offered = ("mask_bt", "sample_bt", "num_tokens", "num_sequences", "longest")
     return _register("aggregate", offered, name, {})
 
 
 def kl(name: str, *, in_loss: bool = True) -> Callable[[F], F]:
-    """Decorate a KL estimate per token, of log_ratio = log policy − log reference and, in the loss, ratio_bt."""
+    """Decorate an estimate of the KL per token.
+
+    It takes log_ratio = log policy − log reference and, in the loss, ratio_bt.
+    """
     return _register("kl", ("log_ratio", "ratio_bt"), name, {"in_loss": in_loss})
 
 
 def correction(name: str) -> Callable[[F], F]:
-    """Decorate a correction: the weight of each token, [bt], by log_importance_bt, the log of trainer over engine."""
+    """Decorate a correction: the weight of each token, [bt].
+
+    It takes log_importance_bt, the trainer's log-prob minus the engine's.
+    """
     return _register("correction", ("log_importance_bt", "mask_bt", "sample_bt"), name, {})
 
 
 @advantage("mean", per="group")
 def mean(rewards_g: "Tensor") -> "Tensor":
-    """Return R − mean of the group (arXiv 2402.03300)."""
+    """Compute R − mean of the group (arXiv 2402.03300)."""
     return rewards_g - total(rewards_g) / len(rewards_g)
 
 
 @advantage("leave_one_out", per="group")
 def leave_one_out(rewards_g: "Tensor") -> "Tensor":
-    """Return R − mean of the others = G / (G − 1) · (R − mean) (arXiv 2402.14740)."""
+    """Compute R − mean of the others = G / (G − 1) · (R − mean) (arXiv 2402.14740)."""
     size = len(rewards_g)
     return mean(rewards_g) * (size / max(size - 1, 1))
 
 
 @advantage("none", per="token")
 def none(rewards_t: "Tensor", discount: Annotated[float, Field(ge=0, le=1)] = 1.0) -> "Tensor":
-    """Return Σ_{s≥t} discount^(s−t) · reward_s (arXiv 2501.03262)."""
+    """Compute Σ_{s≥t} discount^(s−t) · reward_s (arXiv 2501.03262)."""
     returns = []
     following = 0.0
     for reward in reversed(rewards_t.tolist()):
@@ -219,9 +239,10 @@ def critic(
     discount: Discount = 1.0,
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0,
 ) -> tuple["Tensor", "Tensor"]:
-    """Return (generalised advantages, returns) (arXiv 1506.02438).
+    """Compute generalised advantages, and the returns that a critic learns (arXiv 1506.02438).
 
-    δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. V_T = 0.
+    δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};
+    returns = A + V. V_T = 0.
     """
     advantages = []
     following = 0.0
@@ -244,7 +265,10 @@ def ppo(
     high: float,
     dual_clip: Annotated[float, Field(gt=1)] | None = None,
 ) -> "Tensor":
-    """Return the smaller of r·A and clip(r)·A (arXiv 1707.06347), at least dual_clip·A where A < 0 (1912.09729)."""
+    """Compute the smaller of r·A and clip(r)·A (arXiv 1707.06347).
+
+    With dual_clip it is at least dual_clip·A where A < 0 (arXiv 1912.09729).
+    """
     smaller_bt = (ratio_bt * advantages_bt).minimum(ratio_bt.clamp(low, high) * advantages_bt)
     if dual_clip is None:
         return smaller_bt
@@ -255,66 +279,75 @@ def ppo(
 def cispo(
     ratio_bt: "Tensor", advantages_bt: "Tensor", logprobs_bt: "Tensor", low: float, high: float
 ) -> "Tensor":
-    """Return clip(r)·A·log-prob with clip(r) held constant (arXiv 2506.13585)."""
+    """Compute clip(r)·A·log-prob with clip(r) held constant (arXiv 2506.13585)."""
     return ratio_bt.clamp(low, high).detach() * advantages_bt * logprobs_bt
 
 
 @objective("none")
 def unclipped(ratio_bt: "Tensor", advantages_bt: "Tensor") -> "Tensor":
+    """Compute r·A without a clip."""
     return ratio_bt * advantages_bt
 
 
 @aggregate("token_mean")
 def token_mean(mask_bt: "Tensor", num_tokens: int) -> "Tensor":
+    """Weigh all tokens of the step alike: 1 / N."""
     return mask_bt / num_tokens
 
 
 @aggregate("seq_mean_token_mean")
 def sequence_mean(mask_bt: "Tensor", sample_bt: "Tensor", num_sequences: int) -> "Tensor":
-    return mask_bt / (
-        sequence_sums(mask_bt, sample_bt).clamp(min=1).to(mask_bt.dtype) * num_sequences
-    )
+    """Weigh all sequences alike: 1 / (S · the sequence's trained tokens)."""
+    lengths_bt = sequence_sums(mask_bt, sample_bt).clamp(min=1).to(mask_bt.dtype)
+    return mask_bt / (lengths_bt * num_sequences)
 
 
 @aggregate("seq_mean_token_sum")
 def sequence_sum(mask_bt: "Tensor", num_sequences: int) -> "Tensor":
+    """Weigh each token by 1 / S, so that a long sequence counts more."""
     return mask_bt / num_sequences
 
 
 @aggregate("constant")
 def constant(mask_bt: "Tensor", num_sequences: int, longest: int) -> "Tensor":
-    """Return 1 / (S · longest completion) of each token (arXiv 2503.20783)."""
+    """Weigh each token by 1 / (S · longest completion) (arXiv 2503.20783)."""
     return mask_bt / (num_sequences * longest)
 
 
 @kl("k1", in_loss=False)
 def k1(log_ratio: "Tensor") -> "Tensor":
+    """Compute x = log policy − log reference, unbiased; as a loss its expected gradient is 0."""
     return log_ratio
 
 
 @kl("k2")
 def k2(log_ratio: "Tensor") -> "Tensor":
+    """Compute x² / 2, whose expected gradient is that of the KL."""
     return log_ratio.square() / 2
 
 
 @kl("k3")
 def k3(log_ratio: "Tensor") -> "Tensor":
-    """Return exp(−x) − 1 + x ≥ 0 (arXiv 2510.01555 compares the gradients of all three)."""
+    """Compute exp(−x) − 1 + x ≥ 0 (arXiv 2510.01555 compares the gradients of all three)."""
     return (-log_ratio).expm1() + log_ratio
 
 
 @correction("none")
 def uncorrected(log_importance_bt: "Tensor") -> "Tensor":
+    """Weigh each token by 1."""
     return log_importance_bt.new_ones(log_importance_bt.shape)
 
 
 @correction("truncate")
 def truncate(log_importance_bt: "Tensor", bounds: Bounds = (0.0, 2.0)) -> "Tensor":
-    return log_importance_bt.exp().clamp(*bounds)
+    """Clamp the importance weights to the bounds."""
+    low, high = bounds
+    return log_importance_bt.exp().clamp(low, high)
 
 
 @correction("mask")
 def mask(log_importance_bt: "Tensor", bounds: Bounds = (0.5, 5.0)) -> "Tensor":
+    """Drop tokens whose importance weight lies outside the bounds."""
     low, high = bounds
     importance_bt = log_importance_bt.exp()
     return importance_bt.where((importance_bt >= low) & (importance_bt <= high), 0.0)
@@ -327,7 +360,10 @@ def sequence_mask(
     sample_bt: "Tensor",
     bounds: Bounds = (0.99, 1.01),
 ) -> "Tensor":
-    """Return the weights, at most 2, of the sequences whose geometric mean lies within the bounds; 0 elsewhere."""
+    """Keep the sequences whose geometric mean of weights lies within the bounds.
+
+    Their tokens have weights of at most 2, all others 0.
+    """
     low, high = bounds
     mean_bt = sequence_means(log_importance_bt, mask_bt, sample_bt).exp()
     capped_bt = log_importance_bt.exp().clamp(max=MAX_SURVIVOR_WEIGHT)
@@ -335,26 +371,28 @@ def sequence_mask(
 
 
 def total(values_n: "Tensor") -> "Tensor":
-    """Return the sum, added in order, so that every CPU gives the same bits."""
+    """Add the values in order, so that every CPU gives the same bits."""
     return values_n.cumsum(0)[-1]
 
 
 def deviation(values_n: "Tensor") -> "Tensor":
-    """Return the unbiased standard deviation; 0 for a single value."""
+    """Compute the unbiased standard deviation; 0 for a single value."""
     centred_n = values_n - total(values_n) / len(values_n)
     return (total(centred_n.square()) / max(len(values_n) - 1, 1)).sqrt()
 
 
 def sequence_means(values_bt: "Tensor", mask_bt: "Tensor", sample_bt: "Tensor") -> "Tensor":
-    """Return at every position the mean over its sequence's trained tokens."""
+    """Compute at every position the mean over its sequence's trained tokens, [bt]."""
     lengths_bt = sequence_sums(mask_bt, sample_bt).clamp(min=1)
     return (sequence_sums(values_bt, sample_bt) / lengths_bt).to(values_bt.dtype)
 
 
 def sequence_sums(values_bt: "Tensor", sample_bt: "Tensor") -> "Tensor":
-    """Return at every position the sum over its sequence, float64; `sample_bt` as in `LossBatch`."""
-    index_bt = sample_bt + 1
+    """Compute at every position the sum over its sequence, float64 [bt].
+
+    `sample_bt`: as in `LossBatch`.
+    """
+    index_bt = sample_bt + 1  # positions of no sequence, -1, add up in place 0
     values_n = values_bt.double().flatten()
-    return values_n.new_zeros(values_n.numel() + 1).index_add(0, index_bt.flatten(), values_n)[
-        index_bt
-    ]
+    sums_n = values_n.new_zeros(values_n.numel() + 1)
+    return sums_n.index_add(0, index_bt.flatten(), values_n)[index_bt]

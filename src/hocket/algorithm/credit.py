@@ -1,12 +1,13 @@
-"""Give turns of episodes advantages: all those of an episode the same, or each its own.
+"""Give turns of episodes advantages: the same to all turns of an episode, or one to each turn.
 
-Suffixes: k turns of a batch, episode by episode and in their order; n episodes of a batch.
+Suffixes: k turns of a batch, episode by episode and in the order in which they were taken; n
+episodes of a batch.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Annotated
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Annotated, Protocol
 
 import torch
 from pydantic import Field
@@ -17,25 +18,41 @@ from hocket.algorithm.choices import Discount, choose, credit
 from hocket.config.sections import Chosen
 from hocket.types import Rollout, TurnReward
 
-Compare = Callable[[Sequence[float], Sequence[int]], Tensor]
-"""(values, number of the group of each) → their advantages (algorithm.advantage, algorithm.scale)."""
 Turns = Sequence[Sequence[TurnReward]]
-"""Of an episode, by sequence."""
+"""The model's turns in an episode, sequence by sequence."""
+
+
+class Compare(Protocol):
+    """Compare values within their groups, as algorithm.advantage and algorithm.scale say."""
+
+    def __call__(self, values: Sequence[float], group_ids: Sequence[int], /) -> Tensor:
+        """Compute the advantage of each value; `group_ids` has the number of each value's group."""
 
 
 def turns_of(rollout: Rollout, weight: float) -> Turns:
-    """Return the turns of an episode with their rewards times `weight`; a sequence without any is one turn."""
-    return [
-        [turn._replace(reward=weight * turn.reward) for turn in sequence.turn_rewards]
-        or [TurnReward(number, sequence.mask.count(True))]
-        for number, sequence in enumerate(rollout.sequences)
-    ]
+    """List the turns of an episode, with their rewards times `weight`.
+
+    A sequence that has no turns counts as one of its own, with a reward of 0.
+    """
+    episode_turns: list[list[TurnReward]] = []
+    for number, sequence in enumerate(rollout.sequences):
+        turns = [turn._replace(reward=weight * turn.reward) for turn in sequence.turn_rewards]
+        if not turns:
+            turns.append(TurnReward(number, sequence.mask.count(True)))
+        episode_turns.append(turns)
+    return episode_turns
 
 
 def in_order(turns: Turns, total: float) -> list[TurnReward]:
-    """Return an episode's turns as they were taken; the last one has what the total has beside their rewards."""
-    *before, last = sorted(itertools.chain(*turns))
-    return [*before, last._replace(reward=total - sum(turn.reward for turn in before))]
+    """Sort an episode's turns as they were taken, and have their rewards add up to its `total`.
+
+    The environment rewards turns; other rewards and penalties are of the episode as a whole. The
+    last turn gets these: the total less the rewards of the turns before it.
+    """
+    ordered = sorted(itertools.chain.from_iterable(turns))
+    before_last = sum(turn.reward for turn in ordered[:-1])
+    ordered[-1] = ordered[-1]._replace(reward=total - before_last)
+    return ordered
 
 
 def advantages(
@@ -45,37 +62,52 @@ def advantages(
     group_ids: Sequence[int],
     compare: Compare,
 ) -> list[dict[int, float]]:
-    """Return each episode's advantages by the number of the turn."""
-    owner_k, place_k, turns = zip(
-        *(
-            (owner, place, turn)
-            for owner, (own, total) in enumerate(zip(episodes, totals, strict=True))
-            for place, turn in enumerate(in_order(own, total))
-        ),
-        strict=True,
-    )
-    rewards_k = [turn.reward for turn in turns]
+    """Compute the advantages of all turns of a batch by a credit function.
+
+    Args:
+        chosen: algorithm.credit, a name or {name: NAME, option: value}.
+        episodes: the turns of each episode.
+        totals: the reward of each episode, [n].
+        group_ids: the number of each episode's group, [n].
+        compare: what the credit function compares rewards by.
+
+    Returns:
+        For each episode, number of the turn → its advantage. Raises ConfigError as `checked`.
+    """
+    # A credit function gets columns, one item per turn of the batch.
+    owner_k: list[int] = []
+    place_k: list[int] = []
+    turns_k: list[TurnReward] = []
+    for owner, (turns, total) in enumerate(zip(episodes, totals, strict=True)):
+        for place, turn_reward in enumerate(in_order(turns, total)):
+            owner_k.append(owner)
+            place_k.append(place)
+            turns_k.append(turn_reward)
+    rewards_k = [turn_reward.reward for turn_reward in turns_k]
     returned = choose("credit", chosen)(
         rewards_k=rewards_k,
         owner_k=owner_k,
         place_k=place_k,
-        state_k=[turn.state for turn in turns],
+        state_k=[turn_reward.state for turn_reward in turns_k],
         totals_n=totals,
         group_n=group_ids,
         compare=compare,
     )
-    values_k = checked(f"credit={chosen}", returned, torch.tensor(rewards_k), torch.tensor(totals))
-    result: list[dict[int, float]] = [{} for _ in episodes]
-    for owner, turn, value in zip(owner_k, turns, values_k.tolist(), strict=True):
-        result[owner][turn.number] = value
-    return result
+    inputs = [torch.tensor(rewards_k), torch.tensor(totals)]
+    values_k = checked(f"credit={chosen}", returned, inputs)
+
+    # Back to a table per episode, as sequences refer to turns by their numbers.
+    by_episode: list[dict[int, float]] = [{} for _ in episodes]
+    for owner, turn_reward, value in zip(owner_k, turns_k, values_k.tolist(), strict=True):
+        by_episode[owner][turn_reward.number] = value
+    return by_episode
 
 
 @credit("episode")
 def episode(
     totals_n: Sequence[float], group_n: Sequence[int], owner_k: Sequence[int], compare: Compare
 ) -> Tensor:
-    """Return the advantage of the episode."""
+    """Give every turn the advantage of its episode."""
     return compare(totals_n, group_n)[list(owner_k)].double()
 
 
@@ -87,36 +119,43 @@ def turn(
     compare: Compare,
     discount: Discount = 1.0,
 ) -> Tensor:
-    """Return Σ_{j≥k} discount^(j−k) · A_j, whose A_j compare all episodes of a group, however long (arXiv 2505.11821).
+    """Compute Σ_{j≥k} discount^(j−k) · A_j, as the code of arXiv 2505.11821 does.
 
-    Before the last turn A_j is of reward j, 0 for an episode that had ended by then, or ends with it. At the last turn
-    it is of all rewards from there on; an episode that had ended before has the reward of its own last turn.
+    A_j compares all episodes of a group, however long they are. Before an episode's last turn,
+    A_j compares its reward j; an episode that ended at turn j or before counts as 0. At its last
+    turn, A_j compares the sum of all rewards from turn j on; an episode that ended before counts
+    with the reward of its own last turn.
     """
-    episodes = [list[float]() for _ in group_n]  # rewards of their turns
+    rewards_n: list[list[float]] = [[] for _ in group_n]  # of each episode's turns
     for owner, reward in zip(owner_k, rewards_k, strict=True):
-        episodes[owner].append(reward)
-    groups = defaultdict[int, list[int]](list)
+        rewards_n[owner].append(reward)
+    episodes_of_group = defaultdict[int, list[int]](list)
     for owner, group in enumerate(group_n):
-        groups[group].append(owner)
+        episodes_of_group[group].append(owner)
+
+    # A comparison holds one value of each episode of a group. Turns at the same place share one;
+    # those that are the last of their episode share another. It is named by the index of its
+    # first value.
     values: list[float] = []
-    rows: list[int] = []  # a value is compared with those of its row
-    starts: dict[
-        tuple[int, int, bool], int
-    ] = {}  # of the row in which a group's turns of a place are compared
-    index_k: list[int] = []
+    comparison_ids: list[int] = []  # of each value
+    first_values: dict[tuple[int, int, bool], int] = {}  # (group, place, is last) → comparison
+    index_k: list[int] = []  # of each turn's own value
     for owner, group in enumerate(group_n):
-        for place in range(len(episodes[owner])):
-            row = group, place, place == len(episodes[owner]) - 1
-            if row not in starts:
-                starts[row] = len(values)
-                rows += [starts[row]] * len(groups[group])
-                values += [_counted(episodes[other], *row[1:]) for other in groups[group]]
-            index_k.append(starts[row] + groups[group].index(owner))
-    return _returns(compare(values, rows).double()[index_k], owner_k, discount)
+        for place in range(len(rewards_n[owner])):
+            is_last = place == len(rewards_n[owner]) - 1
+            key = (group, place, is_last)
+            if key not in first_values:
+                first_values[key] = len(values)
+                for other in episodes_of_group[group]:
+                    comparison_ids.append(first_values[key])
+                    values.append(_compared_reward(rewards_n[other], place, to_the_end=is_last))
+            index_k.append(first_values[key] + episodes_of_group[group].index(owner))
+    advantages_k = compare(values, comparison_ids).double()[index_k]
+    return _discounted_sums(advantages_k, owner_k, discount)
 
 
-def _counted(rewards: Sequence[float], place: int, to_the_end: bool) -> float:
-    """Return the reward with which `turn` compares an episode at this place."""
+def _compared_reward(rewards: Sequence[float], place: int, *, to_the_end: bool) -> float:
+    """Compute the value that an episode has where `turn` compares this place."""
     last = len(rewards) - 1
     if to_the_end:
         return sum(rewards[min(place, last) :])
@@ -134,27 +173,30 @@ def step_groups(
     discount: Discount = 0.95,
     weight: Annotated[float, Field(ge=0)] = 1.0,
 ) -> Tensor:
-    """Return A(episode) + weight · A(return beside those of the group's equal states) (arXiv 2505.10978).
+    """Compute A(episode) + weight · A(return of the turn), as in arXiv 2505.10978.
 
-    The return of turn k is Σ_{j≥k} discount^(j−k) · reward_j.
+    The return of turn k is Σ_{j≥k} discount^(j−k) · reward_j. It is compared with the returns of
+    those turns of the group that began in an equal state.
     """
-    returns_k = _returns(torch.tensor(rewards_k, dtype=torch.float64), owner_k, discount)
+    returns_k = _discounted_sums(torch.tensor(rewards_k, dtype=torch.float64), owner_k, discount)
     same_state = [(group_n[owner], state) for owner, state in zip(owner_k, state_k, strict=True)]
-    return episode(totals_n, group_n, owner_k, compare) + weight * _among(
-        compare, returns_k.tolist(), same_state
-    )
+    episodes_k = episode(totals_n, group_n, owner_k, compare)
+    return episodes_k + weight * _compare_by_key(compare, returns_k.tolist(), same_state)
 
 
-def _among(compare: Compare, values_k: Sequence[float], keys: Iterable[Hashable]) -> Tensor:
-    """Compare values with those of the same key."""
-    numbers: dict[Hashable, int] = {}
-    return compare(values_k, [numbers.setdefault(key, len(numbers)) for key in keys]).double()
+def _compare_by_key(
+    compare: Compare, values_k: Sequence[float], keys: Iterable[Hashable]
+) -> Tensor:
+    """Compare each value with those of the same key, float64 [k]."""
+    numbers: dict[Hashable, int] = {}  # key → number of its group
+    group_ids = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return compare(values_k, group_ids).double()
 
 
-def _returns(values_k: Tensor, owner_k: Sequence[int], discount: float) -> Tensor:
-    """Return the discounted sums of each episode's values from every turn on."""
-    returns = values_k.tolist()
-    for later in range(len(returns) - 1, 0, -1):
+def _discounted_sums(values_k: Tensor, owner_k: Sequence[int], discount: float) -> Tensor:
+    """Sum the values from each turn to the end of its episode: Σ_{j≥k} discount^(j−k) · value_j."""
+    sums = values_k.tolist()
+    for later in range(len(sums) - 1, 0, -1):
         if owner_k[later] == owner_k[later - 1]:
-            returns[later - 1] += discount * returns[later]
-    return values_k.new_tensor(returns)
+            sums[later - 1] += discount * sums[later]
+    return values_k.new_tensor(sums)

@@ -1,50 +1,56 @@
-"""Turn scored groups into train samples, of whole sequences: neither packing nor ranks change an advantage."""
+"""Turn scored groups into train samples.
+
+All here is about whole sequences: neither packing nor ranks change an advantage.
+"""
 
 import functools
-import itertools
-import operator
 import statistics
-from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.algorithm.advantages import checked, group_advantages
+from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import choose
-from hocket.algorithm.credit import Turns, advantages, in_order, turns_of
+from hocket.algorithm.credit import Compare, Turns, advantages, turns_of
 from hocket.algorithm.losses import masked_log_ratio
+from hocket.algorithm.returns import (
+    TrainedSequence,
+    advantages_by_token,
+    advantages_by_turn,
+    along_sequence,
+    at_sampled,
+)
 from hocket.config import AdaptiveKl, AlgorithmConfig
 from hocket.data.stream import PromptOutcome
-from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample, TurnReward
+from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
 MIN_VARIANCE = 1e-8
-ZERO_VARIANCE = 1e-6  # range of rewards without a signal
-MAX_KL_ERROR = 0.2
+ZERO_VARIANCE = 1e-6  # a range of rewards up to which they count as equal
+MAX_KL_ERROR = 0.2  # a larger one, relative to the target, changes a KL coefficient no further
 
 
-class Rewarded(NamedTuple):
-    """A rollout with a score."""
+class ScoredRollout(NamedTuple):
+    """A rollout whose rewards gave it a score."""
 
     rollout: Rollout
-    reward: float  # its score minus its penalty
-    penalty: float  # for its length
-    parts: Mapping[str, float]  # by reward function
-    witness: bool  # as in TrainSample
-    turns: Turns = ()  # where credit goes by turn: with what counts for each in the score
+    reward: float  # the score minus the penalty
+    penalty: float  # for the rollout's length
+    parts: Mapping[str, float]  # the value of each reward function
+    is_unbiased: bool  # as in TrainSample; see `shape`
+    turns: Turns = ()  # with their rewards, where credit goes by turn
 
 
-class Shaped(NamedTuple):
-    """A group for training."""
+class ScoredGroup(NamedTuple):
+    """A group with the rewards that training compares, and whether it has a signal."""
 
     group: Group
-    scored: tuple[Rewarded, ...]
-    has_equal_rewards: bool  # or fewer than two
-    reason: str | None  # why the group has no signal
-    passes: tuple[float, ...]  # of the reward whose mean is the prompt's pass rate
+    scored: tuple[ScoredRollout, ...]  # without rollouts whose rewards failed
+    has_equal_rewards: bool  # also True for fewer than two rewards
+    reason: str | None  # why the group has no signal; None where it has one
+    passes: tuple[float, ...]  # values of the reward whose mean is the prompt's pass rate
 
 
 def shape(
@@ -53,301 +59,324 @@ def shape(
     max_tokens: int,
     env_weight: float = 1.0,
     pass_reward: str = "",
-) -> Shaped:
-    """Subtract length penalties from a group's scores, and tell whether it has a signal.
+) -> ScoredGroup:
+    """Subtract length penalties from a group's scores, and see whether the group has a signal.
 
-    `env_weight`: of the environment's rewards in a score; `pass_reward`: whose mean is the pass rate. Equal rewards
-    have no signal where advantages depend on them alone; they would shrink the others' gradient.
+    Args:
+        group: rollouts of one prompt, with scores.
+        algorithm: its settings; where advantages depend on rewards alone, equal rewards have no
+            signal, and training on them would shrink the gradient of the others.
+        max_tokens: the longest a turn may be (rollout.max_tokens).
+        env_weight: the weight of the environment's rewards in a score.
+        pass_reward: the reward function whose mean is the prompt's pass rate; "": none.
     """
-    needs = _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
-    scored = []
+    needs_spread = (
+        _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
+    )
+    scored: list[ScoredRollout] = []
     rewards: list[float] = []
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        if score.error is None:
-            turns = turns_of(rollout, env_weight) if algorithm.by_turn else ()
-            penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
-            sure = not (needs and are_equal(rewards))
-            rewards.append(score.total - penalty)
-            scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure, turns))
-    equal = are_equal(rewards) and not (algorithm.by_turn and _turns_differ(scored, algorithm))
-    reason = None
+        if score.error is not None:
+            continue
+        # Tests of log-probs (extras/checks) may use a token only if whether it is trained did not
+        # depend on what was sampled. Groups are filtered by the variance of their rewards, so the
+        # trained ones are a biased sample: they hold more of the rare answers than the policy
+        # draws, and a test of their log-probs would accuse a correct server. A rollout is unbiased
+        # if no group is filtered, or if the rewards before it differ already: its group is then
+        # trained whatever this rollout answered. (Where reward_range or mask_truncated filter as
+        # well, those tests use no trained sample at all.)
+        is_unbiased = not needs_spread or not are_equal(rewards)
+        penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
+        reward = score.total - penalty
+        turns = turns_of(rollout, env_weight) if algorithm.by_turn else ()
+        scored.append(ScoredRollout(rollout, reward, penalty, score.parts, is_unbiased, turns))
+        rewards.append(reward)
+    has_equal_rewards = are_equal(rewards)
+    if has_equal_rewards and algorithm.by_turn:
+        has_equal_rewards = not _turns_differ(scored, algorithm)
+    reason = _why_no_signal(scored, algorithm, needs_spread and has_equal_rewards)
+    passes = tuple(item.parts[pass_reward] for item in scored if pass_reward in item.parts)
+    return ScoredGroup(group, tuple(scored), has_equal_rewards, reason, passes)
+
+
+def _why_no_signal(
+    scored: Sequence[ScoredRollout], algorithm: AlgorithmConfig, lacks_spread: bool
+) -> str | None:
+    """Name the first reason why a group teaches nothing, or None."""
     if not scored:
-        reason = NO_SCORE
-    elif not any(
-        is_trained(sequence, algorithm) for one in scored for sequence in one.rollout.sequences
-    ):
-        reason = "no rollout to train: cut off, or nothing sampled"
-    elif equal and needs:
-        reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
-    elif algorithm.reward_range is not None:
+        return NO_SCORE
+    if not any(_has_trained_sequence(item.rollout, algorithm) for item in scored):
+        return "no rollout to train: cut off, or nothing sampled"
+    rewards = [item.reward for item in scored]
+    if lacks_spread:
+        return "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
+    if algorithm.reward_range is not None:
         low, high = algorithm.reward_range
         mean = statistics.fmean(rewards)
         if not low < mean < high:
-            reason = f"the mean reward, {mean:g}, is outside algorithm.reward_range"
-    passes = tuple(one.parts[pass_reward] for one in scored if pass_reward in one.parts)
-    return Shaped(group, tuple(scored), equal, reason, passes)
+            return f"the mean reward, {mean:g}, is outside algorithm.reward_range"
+    return None
 
 
-def _turns_differ(scored: Sequence[Rewarded], algorithm: AlgorithmConfig) -> bool:
+def _turns_differ(scored: Sequence[ScoredRollout], algorithm: AlgorithmConfig) -> bool:
     """Check whether a turn has an advantage although the rewards of the episodes are equal."""
-    if not (scored and _compares(algorithm)):
+    if not scored or not _compares(algorithm):
         return False
     compare = functools.partial(group_advantages, advantage=algorithm.advantage, scale="none")
-    episodes = [one.turns for one in scored]
-    rewards = [rewarded.reward for rewarded in scored]
-    by_episode = advantages(algorithm.credit, episodes, rewards, [0] * len(scored), compare)
-    return any(abs(value) > ZERO_VARIANCE for by_turn in by_episode for value in by_turn.values())
+    episodes = [item.turns for item in scored]
+    rewards = [item.reward for item in scored]
+    for by_turn in advantages(algorithm.credit, episodes, rewards, [0] * len(scored), compare):
+        if any(abs(value) > ZERO_VARIANCE for value in by_turn.values()):
+            return True
+    return False
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
-    """Compare by range: the rounding error of a deviation grows with the rewards."""
+    """Compare rewards by their range: the rounding error of a deviation grows with the rewards."""
     return len(rewards) < 2 or max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
-    """Compute 0 up to the last overlong_share of the longest turn's max_tokens, then a line to 1 (2503.14476)."""
+    """Compute the penalty for a rollout's longest turn, from 0 to 1 (arXiv 2503.14476).
+
+    It is 0 up to the last `overlong_share` of `max_tokens`, and grows linearly from there.
+    """
     if not overlong_share:
         return 0.0
-    longest = 0
+    longest = 0  # sampled tokens
     for sequence in rollout.sequences:
-        turns = [turn.tokens for turn in sequence.turn_rewards]
-        longest = max(longest, *(turns or [sequence.mask.count(True)]))
+        sizes = [turn.tokens for turn in sequence.turn_rewards]
+        if not sizes:  # the sequence is one turn
+            sizes = [sequence.mask.count(True)]
+        longest = max(longest, max(sizes))
     last = overlong_share * max_tokens
     return min(max(longest - (max_tokens - last), 0.0) / last, 1.0)
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    return any(sequence.mask) and not (
-        algorithm.mask_truncated and sequence.finish_reason == "length"
-    )
+    """Check whether a sequence has tokens to train; one that was cut off may be masked."""
+    if algorithm.mask_truncated and sequence.finish_reason == "length":
+        return False
+    return any(sequence.mask)
+
+
+def _has_trained_sequence(rollout: Rollout, algorithm: AlgorithmConfig) -> bool:
+    return any(is_trained(sequence, algorithm) for sequence in rollout.sequences)
 
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Check whether a sequence is trained, or counts in a baseline with a KL in the reward."""
+    """Check whether the trainer must measure a sequence.
+
+    Those that are trained, and, with a KL in the reward, those that only count in a baseline.
+    """
     in_baseline = algorithm.kl_in != "loss" and _compares(algorithm)
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
 
 def _compares(algorithm: AlgorithmConfig) -> bool:
+    """Check whether advantages compare rollouts; otherwise each has those of its own rewards."""
     return choose("advantage", algorithm.advantage).compares
 
 
-def signal_metrics(groups: Sequence[Shaped], uses_pass_rates: bool = False) -> dict[str, float]:
+def signal_metrics(
+    groups: Sequence[ScoredGroup], uses_pass_rates: bool = False
+) -> dict[str, float]:
+    """Measure how much of a batch has a signal."""
     if not groups:
         return {}
-    metrics = {
-        "rollout/zero_variance": statistics.fmean(group.has_equal_rewards for group in groups)
-    }
-    tokens = [sum(rollout.num_sampled for rollout in group.group.rollouts) for group in groups]
-    if any(tokens):
-        without_signal = itertools.compress(tokens, [group.reason is not None for group in groups])
-        metrics["rollout/without_signal"] = sum(without_signal) / sum(tokens)
-    values = [value for group in groups for value in group.passes]
-    if values and uses_pass_rates:
-        metrics["rollout/no_pass_rate"] = sum(not 0 <= value <= 1 for value in values) / len(values)
+    equal = statistics.fmean(group.has_equal_rewards for group in groups)
+    metrics = {"rollout/zero_variance": equal}
+    num_sampled = sum(_num_sampled(group) for group in groups)
+    if num_sampled:
+        unused = sum(_num_sampled(group) for group in groups if group.reason is not None)
+        metrics["rollout/without_signal"] = unused / num_sampled
+    passes: list[float] = []
+    for group in groups:
+        passes += group.passes
+    if passes and uses_pass_rates:
+        outside = sum(not 0 <= value <= 1 for value in passes)
+        metrics["rollout/no_pass_rate"] = outside / len(passes)
     return metrics
 
 
-def outcome_of(shaped: Shaped, untrained: str | None) -> PromptOutcome:
-    """Name a prompt's outcome; `untrained`: why no update trained the group."""
-    pass_rate = statistics.fmean(shaped.passes) if shaped.passes else None
-    why = shaped.reason or untrained
+def _num_sampled(group: ScoredGroup) -> int:
+    return sum(rollout.num_sampled for rollout in group.group.rollouts)
+
+
+def outcome_of(group: ScoredGroup, untrained: str | None) -> PromptOutcome:
+    """Name a prompt's outcome; `untrained`: why no update trained the group, None if one did."""
+    pass_rate = statistics.fmean(group.passes) if group.passes else None
+    why = group.reason or untrained
     if why is None:
         return PromptOutcome(state="trained", pass_rate=pass_rate)
-    state: Literal["filtered", "failed"] = (
-        "failed" if shaped.reason in (None, NO_SCORE) else "filtered"
-    )
+    # "Filtered" says that the prompt taught nothing; all else went wrong.
+    is_filtered = group.reason is not None and group.reason != NO_SCORE
+    state: Literal["filtered", "failed"] = "filtered" if is_filtered else "failed"
     return PromptOutcome(state=state, why=why, pass_rate=pass_rate)
 
 
-class _Row(NamedTuple):
-    """A sequence that is trained."""
-
-    owner: int  # number of its rollout in the batch
-    id: str
-    sequence: TokenSequence
-    columns: dict[str, Sequence[float]]
-    kl_n: Tensor  # penalty per sampled token, before its coefficient
-    turns: Sequence[TurnReward]  # where credit goes by turn
-
-
 def train_samples(
-    groups: Sequence[Shaped],
+    groups: Sequence[ScoredGroup],
     measured: Sequence[Columns],
     algorithm: AlgorithmConfig,
     kl_coef: float,
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """Return one sample per trained sequence, and metrics of the shaping.
+    """Make a train sample of each trained sequence of these groups, with its tokens' advantages.
 
-    An episode counts once in its group. `measured` has one item per sequence, in order, or none at all.
+    An episode counts once in its group, however many sequences it has.
+
+    Args:
+        groups: those that have a signal.
+        measured: the trainer's columns of each sequence of all scored rollouts, in order; may be
+            empty.
+        algorithm: its settings.
+        kl_coef: the coefficient of a KL in the rewards.
+
+    Returns:
+        The samples, and metrics of penalties.
     """
-    scored = [(number, one) for number, group in enumerate(groups) for one in group.scored]
-    group_ids = [number for number, _ in scored]
-    penalised = [one.reward for _, one in scored]
-    rows = []
-    known = itertools.chain(measured, itertools.repeat({}))
-    for owner, (_, one) in enumerate(scored):
-        turns_of_rows = one.turns or [()] * len(one.rollout.sequences)
-        for name, sequence, turns in zip(
-            one.rollout.sequence_ids, one.rollout.sequences, turns_of_rows, strict=True
-        ):
-            columns = dict(next(known))
-            kl_n = _kl_in_reward(sequence, columns, algorithm)
-            penalised[owner] -= kl_coef * float(kl_n.sum())
-            if is_trained(sequence, algorithm):
-                rows.append(_Row(owner, name, sequence, columns, kl_n, turns))
-    lengths = [len(row.kl_n) for row in rows]
+    scored: list[ScoredRollout] = []
+    group_ids: list[int] = []  # number of each rollout's group
+    for number, group in enumerate(groups):
+        scored += group.scored
+        group_ids += [number] * len(group.scored)
+    rows, rewards = _penalised(scored, measured, algorithm, kl_coef)
     if _compares(algorithm):
-        compare = functools.partial(
-            group_advantages,
-            advantage=algorithm.advantage,
-            scale=algorithm.scale,
-            parts=[one.parts for _, one in scored],
-        )
-        if algorithm.by_turn:
-            of_turn = advantages(
-                algorithm.credit, [one.turns for _, one in scored], penalised, group_ids, compare
-            )
-            turns_k = [
-                (of_turn[row.owner][turn.number], turn.tokens) for row in rows for turn in row.turns
-            ]
-            values_k = torch.tensor([value for value, _ in turns_k], dtype=torch.float64)
-            sizes = [size for _, size in turns_k]
-        else:  # all tokens of an episode have its advantage
-            values_k = compare(penalised, group_ids).double()[[row.owner for row in rows]]
-            sizes = lengths
-        advantages_n = values_k.repeat_interleave(torch.tensor(sizes))
+        advantages_n = _compared(rows, scored, rewards, group_ids, algorithm)
     else:
-        of_owner = _by_turn if algorithm.by_turn else _by_token
-        advantages_n = torch.cat(
-            [
-                of_owner(list(own), scored[owner][1], algorithm, kl_coef)
-                for owner, own in itertools.groupby(rows, operator.attrgetter("owner"))
-            ]
-        )
+        advantages_n = _by_steps(rows, scored, algorithm, kl_coef)
     if algorithm.scale == "tokens":
         advantages_n = whiten(advantages_n)
-    samples = [
-        TrainSample(
+
+    # Advantages are those of the rows' sampled tokens, row after row.
+    samples = []
+    lengths = [len(row.kl_n) for row in rows]
+    for row, row_advantages_n in zip(rows, torch.split(advantages_n, lengths), strict=True):
+        sample = TrainSample(
             sequence=row.sequence,
-            advantages=_whole(own_n, row.sequence),
+            advantages=along_sequence(row_advantages_n, row.sequence),
             columns=row.columns,
             id=row.id,
             group=group_ids[row.owner],
-            witness=scored[row.owner][1].witness,
+            is_unbiased=scored[row.owner].is_unbiased,
         )
-        for row, own_n in zip(rows, torch.split(advantages_n, lengths), strict=True)
-    ]
+        samples.append(sample)
     metrics = {}
     if algorithm.overlong_share:
-        metrics["rollout/overlong_penalty"] = statistics.fmean(one.penalty for _, one in scored)
+        metrics["rollout/overlong_penalty"] = statistics.fmean(item.penalty for item in scored)
     if algorithm.kl_in != "loss":
         metrics["rollout/kl"] = float(torch.cat([row.kl_n for row in rows]).mean())
         metrics["rollout/kl_coef"] = kl_coef
     return samples, metrics
 
 
+def _penalised(
+    scored: Sequence[ScoredRollout],
+    measured: Sequence[Columns],
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+) -> tuple[list[TrainedSequence], list[float]]:
+    """Subtract the KL from each rollout's reward; return the trained sequences, and the rewards.
+
+    A sequence that is not trained is left out, but its KL counts in the reward of its rollout.
+    """
+    rows = []
+    rewards = [item.reward for item in scored]
+    num_sequences = 0
+    for owner, item in enumerate(scored):
+        sequences = item.rollout.sequences
+        turns_of_sequences = item.turns or [()] * len(sequences)
+        for name, sequence, turns in zip(
+            item.rollout.sequence_ids, sequences, turns_of_sequences, strict=True
+        ):
+            columns = dict(measured[num_sequences]) if measured else {}
+            num_sequences += 1
+            kl_n = _kl_in_reward(sequence, columns, algorithm)
+            rewards[owner] -= kl_coef * float(kl_n.sum())
+            if is_trained(sequence, algorithm):
+                rows.append(TrainedSequence(owner, name, sequence, columns, kl_n, turns))
+    return rows, rewards
+
+
 def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the KL estimate per sampled token; 0 where it is not in the reward."""
+    """Estimate the KL of each sampled token, float64 [n]; 0 where it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
         return torch.zeros(sequence.mask.count(True), dtype=torch.float64)
-    sampled_n = _sampled(sequence.logprobs, sequence)
-    reference_n = _sampled(measured["ref_logprobs"], sequence)
-    log_ratio_n = masked_log_ratio(
-        sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool)
-    )
+    sampled_n = at_sampled(sequence.logprobs, sequence)
+    reference_n = at_sampled(measured["ref_logprobs"], sequence)
+    everywhere_n = torch.ones_like(sampled_n, dtype=torch.bool)
+    log_ratio_n = masked_log_ratio(sampled_n, reference_n, everywhere_n)
     kl_n: Tensor = choose("kl", algorithm.kl)(log_ratio=log_ratio_n)
     return kl_n
 
 
-def _by_token(
-    rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float
+def _compared(
+    rows: Sequence[TrainedSequence],
+    scored: Sequence[ScoredRollout],
+    rewards: Sequence[float],
+    group_ids: Sequence[int],
+    algorithm: AlgorithmConfig,
 ) -> Tensor:
-    """Return an advantage per sampled token of a rollout; add a critic's target as the column "returns"."""
-    choice = choose("advantage", algorithm.advantage)
-    advantages = []
-    for row in rows:
-        rewards_n = -kl_coef * row.kl_n
-        rewards_n[-1] += one.reward
-        needed = {f"{name}_t": _sampled(row.columns[name], row.sequence) for name in choice.needs}
-        values_n, *returns = _of_steps(
-            algorithm, choice(rewards_t=rewards_n, **needed), rewards_n, *needed.values()
-        )
-        for returns_n in returns:
-            row.columns["returns"] = _whole(returns_n, row.sequence)
-        advantages.append(values_n)
-    return torch.cat(advantages)
+    """Compare rewards within groups: an advantage per sampled token of all rows, float64 [n].
 
-
-def _by_turn(
-    rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float
-) -> Tensor:
-    """Return the same where each turn of the rollout is one step, with the values of its first token.
-
-    The reward of a turn that is not trained counts for the trained one before it.
+    `rewards` and `group_ids` have an item per rollout.
     """
-    choice = choose("advantage", algorithm.advantage)
-    sizes = torch.tensor([turn.tokens for row in rows for turn in row.turns])
-    firsts = sizes.cumsum(0) - sizes
-    numbers = torch.tensor([turn.number for row in rows for turn in row.turns])
-    order = numbers.argsort()
-    kl_n = torch.cat([row.kl_n for row in rows])
-    of_turn = [part.sum() for part in torch.split(kl_n, sizes.tolist())]
-    rewards: dict[int, float] = {}
-    step = -1
-    for turn in in_order(one.turns, one.reward):
-        step = turn.number if turn.number in numbers else step
-        rewards[step] = rewards.get(step, 0.0) + turn.reward
-    rewards.pop(-1, None)  # nothing that is trained led to it
-    rewards_k = torch.stack(of_turn)[order] * -kl_coef + kl_n.new_tensor([*rewards.values()])
-    needed = {}
-    for name in choice.needs:
-        values_n = torch.cat([_sampled(row.columns[name], row.sequence) for row in rows])
-        needed[f"{name}_t"] = values_n[firsts][order]
-    steps = _of_steps(algorithm, choice(rewards_t=rewards_k, **needed), rewards_k, *needed.values())
-    by_token: list[Tensor] = [step_k[order.argsort()].repeat_interleave(sizes) for step_k in steps]
-    for returns_n in by_token[1:]:
-        for row, own_n in zip(
-            rows, torch.split(returns_n, [len(row.kl_n) for row in rows]), strict=True
-        ):
-            row.columns["returns"] = _whole(own_n, row.sequence)
-    return by_token[0]
-
-
-def _of_steps(algorithm: AlgorithmConfig, returned: Any, *given: Tensor) -> list[Tensor]:
-    """Return the advantages, and a critic's targets, that a baseline returned: one for each step, or for all."""
-    result = []
-    for values_k in returned if isinstance(returned, tuple) else (returned,):
-        is_one = isinstance(values_k, Tensor) and values_k.dim() == 0
-        values_k = values_k.expand_as(given[0]) if is_one else values_k
-        result.append(checked(f"advantage={algorithm.advantage}", values_k, *given))
-    return result
-
-
-def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
-    return torch.from_numpy(
-        np.array(values_t, np.float64)[np.frombuffer(bytes(sequence.mask), np.bool_)]
+    compare: Compare = functools.partial(
+        group_advantages,
+        advantage=algorithm.advantage,
+        scale=algorithm.scale,
+        parts=[item.parts for item in scored],
     )
+    if not algorithm.by_turn:
+        # All tokens of an episode have its advantage.
+        values_n = compare(rewards, group_ids).double()[[row.owner for row in rows]]
+        return values_n.repeat_interleave(torch.tensor([len(row.kl_n) for row in rows]))
+    episodes = [item.turns for item in scored]
+    by_episode = advantages(algorithm.credit, episodes, rewards, group_ids, compare)
+    values = []
+    sizes = []
+    for row in rows:
+        for turn in row.turns:
+            values.append(by_episode[row.owner][turn.number])
+            sizes.append(turn.tokens)
+    values_k = torch.tensor(values, dtype=torch.float64)
+    return values_k.repeat_interleave(torch.tensor(sizes))
 
 
-def _whole(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:
-    """Return one value per token, 0.0 where none was sampled."""
-    values_t = np.zeros(len(sequence.mask))
-    values_t[np.frombuffer(bytes(sequence.mask), np.bool_)] = values_n.numpy()
-    return array("d", values_t.tobytes())
+def _by_steps(
+    rows: Sequence[TrainedSequence],
+    scored: Sequence[ScoredRollout],
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+) -> Tensor:
+    """Compute an advantage per sampled token of all rows, float64 [n], rollout by rollout."""
+    rows_of: dict[int, list[TrainedSequence]] = {}
+    for row in rows:
+        rows_of.setdefault(row.owner, []).append(row)
+    parts = []
+    for owner, own_rows in rows_of.items():
+        reward = scored[owner].reward
+        if algorithm.by_turn:
+            turns = scored[owner].turns
+            parts.append(advantages_by_turn(own_rows, turns, reward, algorithm, kl_coef))
+        else:
+            parts.append(advantages_by_token(own_rows, reward, algorithm, kl_coef))
+    return torch.cat(parts)
 
 
 def whiten(values_n: Tensor) -> Tensor:
-    """Return (x − mean) / √max(unbiased variance, 1e-8), [n]."""
+    """Compute (x − mean) / √max(unbiased variance, 1e-8), [n]."""
     centred_n = values_n - values_n.mean()
     variance = centred_n.square().sum() / max(len(values_n) - 1, 1)
     return centred_n / variance.clamp(min=MIN_VARIANCE).sqrt()
 
 
 class KlController:
-    """Coefficient of a KL in the rewards: fixed, or adapted to a target (arXiv 1909.08593).
+    """The coefficient of a KL in the rewards: fixed, or adapted to a target (arXiv 1909.08593).
 
     coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / horizon)
+
+    `state` and `restore` carry an adapted coefficient from a checkpoint into the resumed run.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -355,12 +384,13 @@ class KlController:
         self._adapts = config.kl_in if isinstance(config.kl_in, AdaptiveKl) else None
 
     def update(self, kl: float | None, num_rollouts: int) -> None:
-        """Adapt to the mean penalty per token; None if nothing was measured."""
+        """Adapt to a step's mean penalty per token; None if nothing was measured."""
         if self._adapts is not None and kl is not None:
             error = min(max(kl / self._adapts.target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
             self.coef *= 1 + error * num_rollouts / self._adapts.horizon
 
     def state(self) -> dict[str, float]:
+        """Export what a checkpoint keeps."""
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from hocket.client.member import Member, State
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
-from hocket.errors import ErrorOutcome, ServerError, SyncError, door
+from hocket.errors import ErrorOutcome, ServerError, SyncError, program
 from hocket.protocol import CURABLE, Health, ReloadResponse
 
 MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
@@ -181,11 +181,13 @@ class ServerPool:
             what = f"waiting for {names or f'a server ({self.not_found})'}"
             if waited > self.start_timeout_s:
                 raise ServerError(
-                    f"gave up after {waited:.0f} s of {what}. Start one with `{door()} serve CONFIG`, "
+                    f"gave up after {waited:.0f} s of {what}. Start one with `{program()} serve CONFIG`, "
                     f"correct server.urls or server.discover, or raise server.start_timeout_s",
                     code="timeout",
                 )
-            self.on_wait(f"{what}; if none is starting, start one: {door()} serve CONFIG", waited)
+            self.on_wait(
+                f"{what}; if none is starting, start one: {program()} serve CONFIG", waited
+            )
             await asyncio.sleep(POLL_S)
             await self.look_at_all()
         return self.up

@@ -13,7 +13,7 @@ import pydantic
 from hocket import protocol
 from hocket.common.redaction import redacted
 from hocket.common.tasks import run_in_thread
-from hocket.errors import ServerError, SyncError, cause_of, door
+from hocket.errors import ServerError, SyncError, cause_of, program
 from hocket.protocol import manifest
 from hocket.types import Image, TokenIds
 
@@ -138,7 +138,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
                 f"{self.url}{route} did not finish in {seconds:g} s", code="timeout"
             ) from error
         except httpx.TransportError as error:
-            message = f"can't reach {self.url}{route}: {cause_of(error)}; start one there: {door()} serve CONFIG"
+            message = f"can't reach {self.url}{route}: {cause_of(error)}; start one there: {program()} serve CONFIG"
             raise ServerError(message, code="unreachable") from error
         except (httpx.DecodingError, pydantic.ValidationError) as error:
             cause = " ".join(redacted(str(error))[:200].split())

@@ -25,7 +25,7 @@ from hocket.common.processes import nobody_reads
 from hocket.common.redaction import redacted
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
-from hocket.errors import TRACEBACK, ConfigError, HocketError, door, remedy
+from hocket.errors import TRACEBACK, ConfigError, HocketError, program, remedy
 from hocket.observe import metrics
 from hocket.trainer import checkpoints
 
@@ -101,7 +101,7 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
         return ""
     where = _newest(args.config.run_dir) or "the start, as there is no checkpoint yet"
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
-    again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else door()
+    again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else program()
     return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
 
 

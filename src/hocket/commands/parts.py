@@ -44,7 +44,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.data.mixture import MixedStream, unlike
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
-from hocket.errors import ConfigError, ServerError, door
+from hocket.errors import ConfigError, ServerError, program
 from hocket.launch import Child, stop, visible_gpus
 from hocket.observe.console import SHORT, Console
 from hocket.observe.run_folder import trainer_id
@@ -97,7 +97,7 @@ class Servers:
                 except ServerError as error:  # another program may listen there
                     if error.code != "unreachable":
                         raise
-                    say(f"no server answers at {url} yet; start one with: {door()} serve CONFIG")
+                    say(f"no server answers at {url} yet; start one with: {program()} serve CONFIG")
         return found
 
     async def answer(self) -> bool:

@@ -23,7 +23,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data.columns import columns_of, sample_of
 from hocket.data.sources import read_rows
-from hocket.errors import ConfigError, DataError, RewardError, SyncError, door
+from hocket.errors import ConfigError, DataError, RewardError, SyncError, program
 from hocket.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
@@ -43,7 +43,7 @@ from hocket.trainer.checkpoints import Checkpoints, Saved
 from hocket.types import Group, Metrics, Prompt, Rollout, Score
 
 if TYPE_CHECKING:
-    from hocket.algorithm.samples import Shaped
+    from hocket.algorithm.samples import ScoredGroup
     from hocket.loop import Run
     from hocket.trainer.trainer import Trainer
 
@@ -143,7 +143,7 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
     check_server = parts.server_check(loaded.needed, trainer)
     run_there(_try_servers(parts, up, firsts[0], check_server))
     if failed:
-        advice = f"mend the reward, or try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
+        advice = f"mend the reward, or try a completion as you expect it: {program()} reward-test --samples FILE CONFIG"
         raise RewardError(f"the answer of {failed[0]} has no score, as said above; {advice}")
     say(
         "nothing stands in the way of a run"
@@ -292,14 +292,14 @@ def _checkpoints(
     return parts.stack.enter_context(Checkpoints(parts.config, trainer.state, kept, last=last))
 
 
-def _shape(config: Config) -> "Callable[[Group], Shaped]":
+def _shape(config: Config) -> "Callable[[Group], ScoredGroup]":
     """Make what shapes a group's rewards for training, by the settings of the group's source."""
     from hocket.algorithm.samples import shape
 
     sources = config.sources
     default = config.default_source  # a replay may be of other sources
 
-    def shaped(group: Group) -> "Shaped":
+    def shaped(group: Group) -> "ScoredGroup":
         source = sources.get(group.source, default)
         env_weight = source.rewards.spec("env").weight
         return shape(group, config.algorithm, source.max_tokens, env_weight, source.pass_reward)

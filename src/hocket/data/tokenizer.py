@@ -11,7 +11,7 @@ from hocket.common.files import kind_of
 from hocket.common.shell import hub_variables
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.data.template import end_of_turn
-from hocket.errors import ConfigError, door
+from hocket.errors import ConfigError, program
 
 
 def load(path: str, setting: str = "model.path") -> Any:
@@ -51,7 +51,7 @@ def check_is_model(path: str, setting: str) -> None:
     if folder.exists():
         kind = kind_of(folder)
         if kind in ("adapter", "checkpoint"):
-            advice = f"make one of it: {door()} export {path} OUTPUT"
+            advice = f"make one of it: {program()} export {path} OUTPUT"
             raise ConfigError(f"{setting}={path} holds one {kind}, not a model; {advice}")
         if kind != "model":
             raise ConfigError(f"{setting}={path} is no model: it has no config.json")

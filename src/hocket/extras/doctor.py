@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hocket.commands.command import command
 from hocket.common import environment
 from hocket.common.machine import free_memory
-from hocket.errors import door
+from hocket.errors import program
 
 NEEDED_GB = 1.0
 NEEDED_MEMORY_GB = 4.0
@@ -47,7 +47,7 @@ def run() -> int:
                 print(f"  {'fix: ' if blocks else 'note:'} {advice}")
                 errors += blocks
         sys.stdout.flush()
-    print(f"verdict    {errors} to fix" if errors else f"verdict    ready: {door()} quickstart")
+    print(f"verdict    {errors} to fix" if errors else f"verdict    ready: {program()} quickstart")
     return int(errors > 0)
 
 

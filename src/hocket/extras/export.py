@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from hocket.commands.command import SETTINGS, command, option
-from hocket.errors import door
+from hocket.errors import program
 
 
 @command(
@@ -21,4 +21,4 @@ def export_model(args: argparse.Namespace) -> None:
     from hocket.trainer.state import export
 
     export(args.FOLDER, args.OUTPUT, base=args.config.model.path if args.settings else None)
-    print(f"wrote {args.OUTPUT}; serve it with: {door()} serve model.path={args.OUTPUT}")
+    print(f"wrote {args.OUTPUT}; serve it with: {program()} serve model.path={args.OUTPUT}")

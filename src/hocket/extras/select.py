@@ -15,7 +15,7 @@ from hocket.common.files import numbered, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load
 from hocket.envs import base as environments
-from hocket.errors import ConfigError, door
+from hocket.errors import ConfigError, program
 from hocket.observe.rows import read_lines, reading
 
 SFT_RATE = 1e-5  # learning rate of demonstrations, at least
@@ -159,7 +159,7 @@ def _write(
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in rows))
     plain = " data.chat_template=false" if isinstance(rows[0].get("prompt"), str) else ""
     names = f"data.source={output} model.path={model}{plain} {options}run.dir=NEW"
-    return f"{output}: {what}\nto train on them: {door()} {command} {names}"
+    return f"{output}: {what}\nto train on them: {program()} {command} {names}"
 
 
 @command(

@@ -1,7 +1,8 @@
-"""Describe versions by checksums that trainer and server compute alike.
+"""Describe versions of weights by checksums, which trainer and server compute in the same way.
 
-A tensor's bytes are read as 64-bit words w, padded with zero bytes to blocks of 2^12, modulo 2^64: a block is
-s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd, so any changed word shows.
+A tensor's bytes are read as 64-bit words w, padded with zero bytes to blocks of 2^12 words. All
+sums are modulo 2^64: the sum of a block is s = Σ (2i + 1)·K·w_i, that of the tensor t ← t·K + s,
+block after block. All factors are odd, so any changed word changes the sum.
 """
 
 import concurrent.futures
@@ -21,30 +22,30 @@ MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 ADAPTER_FILE = "adapter_config.json"
 
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
-_BLOCK_WORDS = 1 << 12  # fit into a core's cache
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # K, as a signed 64-bit number; odd
+_BLOCK_WORDS = 1 << 12  # a block fits into a core's cache
 _BLOCKS_AT_ONCE = 1 << 9  # 16 MiB
+_BLOCK_BYTES = 8 * _BLOCK_WORDS
 
 
 class ModelShapes(NamedTuple):
-    """The tensors of a checkpoint of the served model."""
+    """The tensors that a checkpoint of the served model has."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[
-        str, str
-    ]  # to another one, and may be left out: {"lm_head.weight": "...embed..."}
-    model: str = ""  # its class
+    shapes: Mapping[str, tuple[int, ...]]  # by name
+    # Tensors that may be left out, as they equal another one: {"lm_head.weight": "...embed..."}
+    tied: Mapping[str, str]
+    model: str = ""  # the name of the model's class
 
     @property
     def architecture(self) -> str:
-        """Return the class, with a checksum of names and shapes."""
+        """Identify the architecture: its class, and a checksum of the tensors' names and shapes."""
         shapes = repr(sorted(self.shapes.items())).encode()
         return f"{self.model} {hashlib.sha256(shapes).hexdigest()[:8]}"
 
 
 @functools.cache
 def model_shapes(path: str) -> ModelShapes:
-    """Describe the tensors that the trainer publishes of a model, from the headers of its files."""
+    """Describe the tensors that the trainer publishes of a model, by the headers of its files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     files, _ = model_files.weight_files(path)
@@ -56,14 +57,15 @@ def model_shapes(path: str) -> ModelShapes:
 
 
 def tensor_checksum(tensor: "torch.Tensor") -> str:
-    """Return 16 hexadecimal digits for the tensor's bytes."""
+    """Compute the checksum of a tensor's bytes, 16 hexadecimal digits."""
     import torch
 
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
     if raw.storage_offset() % 8:  # it starts between two words
         raw = raw.clone()
-    whole = raw.numel() // (8 * _BLOCK_WORDS) * (8 * _BLOCK_WORDS)
-    tail = torch.nn.functional.pad(raw[whole:], (0, -raw.numel() % (8 * _BLOCK_WORDS)))
+    # Whole blocks are read where they are; only the rest is copied, to pad it with zeros.
+    whole = raw.numel() // _BLOCK_BYTES * _BLOCK_BYTES
+    tail = torch.nn.functional.pad(raw[whole:], (0, -raw.numel() % _BLOCK_BYTES))
     factors = (2 * torch.arange(_BLOCK_WORDS, device=raw.device) + 1) * _FACTOR
     total = 0
     for part in (raw[:whole], tail):
@@ -75,28 +77,40 @@ def tensor_checksum(tensor: "torch.Tensor") -> str:
 
 
 def _block_sums(blocks: "torch.Tensor", factors: "torch.Tensor") -> "torch.Tensor":
-    if blocks.is_cuda:  # where torch has no matrix products of integers
+    """Multiply each row of words, [blocks, words], by the factors and add it up, int64 [blocks]."""
+    if blocks.is_cuda:  # torch has no matrix products of integers there
         return (blocks * factors).sum(1)
     return blocks @ factors
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
+    """Name a dtype as messages do: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def spec(tensor: "torch.Tensor") -> TensorSpec:
-    return TensorSpec(
-        dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), checksum=tensor_checksum(tensor)
-    )
+    """Describe a tensor: dtype, shape and checksum."""
+    dtype = dtype_name(tensor.dtype)
+    return TensorSpec(dtype=dtype, shape=list(tensor.shape), checksum=tensor_checksum(tensor))
 
 
 def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
-    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)), "checksum") as threads:
-        return dict(threads.map(lambda item: (item[0], spec(item[1])), named))
+    """Describe named tensors, on all cores that this process may use."""
+
+    def describe(item: tuple[str, "torch.Tensor"]) -> tuple[str, TensorSpec]:
+        name, tensor = item
+        return name, spec(tensor)
+
+    num_threads = len(os.sched_getaffinity(0))
+    with concurrent.futures.ThreadPoolExecutor(num_threads, "checksum") as threads:
+        return dict(threads.map(describe, named))
 
 
 def total_checksum(tensors: Mapping[str, TensorSpec], text: str = "") -> str:
-    """Return the checksum of a version, whatever the order of its tensors; a checkpoint has a text, too."""
+    """Compute the checksum of a whole version, whatever the order of its tensors.
+
+    `text`: of a checkpoint, which keeps more than tensors.
+    """
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         item = tensors[name]
@@ -105,7 +119,10 @@ def total_checksum(tensors: Mapping[str, TensorSpec], text: str = "") -> str:
 
 
 def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec]) -> str:
-    """Make a folder a version; return its checksum."""
+    """Make a folder of tensors a version: write its manifest and, last, its mark of completeness.
+
+    Returns the version's checksum.
+    """
     manifest = Manifest(version=version, tensors=dict(tensors), checksum=total_checksum(tensors))
     (folder / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     (folder / COMPLETE_FILE).touch()
@@ -113,7 +130,7 @@ def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec]) -> str:
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yield a folder's tensors. Raises SafetensorError for a broken file."""
+    """Yield a folder's tensors with their names. Raises SafetensorError for a broken file."""
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):

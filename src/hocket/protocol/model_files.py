@@ -1,8 +1,9 @@
-"""Compare the weight files of a model folder with its config.json, by their headers: no weights are read.
+"""Compare the weight files of a model folder with its config.json, by the files' headers.
 
-Transformers draws at random what the files lack, and drops what the model lacks. So it is asked to load a model on the
-meta device from tensors that have only a name and a shape, and its report is read: it knows the names of every
-architecture, how they changed, and which tensors it ignores on purpose.
+Transformers draws at random what the files lack, and drops what the model lacks. So transformers
+loads a model on the meta device, from tensors that have only a name and a shape, and its report is
+read: it knows the names of every architecture, how they changed, and which tensors it ignores on
+purpose.
 """
 
 import json
@@ -14,16 +15,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-SINGLE = (
-    "model.safetensors",
-    "pytorch_model.bin",
-)  # in the order in which transformers looks for them
+SINGLE = ("model.safetensors", "pytorch_model.bin")  # in transformers' order of looking for them
 LFS = b"version https://git-lfs"  # how a pointer of git-lfs begins
-HEADS = ("lm_head.weight", "score.weight")  # of language models and of classifiers
-NUM_NAMED = 3  # tensors that a message names
-ROWS = 4096  # of a matrix that are compared at a time
+HEADS = ("lm_head.weight", "score.weight")  # heads of language models and of classifiers
+NUM_NAMED = 3  # the most tensors or files that a message names
+ROWS = 4096  # rows of a matrix that are compared at a time
 AGAIN = "copy or download it again"
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, tuple[int, ...]]  # shape of each tensor
+_DAMAGES = (  # what readers raise for a file that is cut off or damaged
+    ValueError,
+    KeyError,
+    TypeError,
+    struct.error,
+    RuntimeError,
+    EOFError,
+    OSError,
+)
 
 
 class Loaded(NamedTuple):
@@ -34,7 +41,7 @@ class Loaded(NamedTuple):
 
 
 def local_file(path: str, name: str) -> Path | None:
-    """Find a file of a model's folder, or of what the hub's cache holds of it; None where there is none."""
+    """Find a file of a model in its folder, or in the hub's cache; None where there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(path).is_dir():
@@ -45,10 +52,12 @@ def local_file(path: str, name: str) -> Path | None:
 
 
 def weight_files(path: str) -> tuple[list[Path], list[str]]:
-    """Find the files that transformers would load, and what is wrong with them.
+    """Find the weight files that transformers would load.
 
-    Returns no files where the folder, or the hub's cache, has none yet.
+    Returns the files, none where the folder or the hub's cache has none yet, and sentences that say
+    what is wrong with them.
     """
+    # A whole file goes before an index of shards, as in transformers.
     for name in SINGLE:
         whole = local_file(path, name)
         index = local_file(path, f"{name}.index.json")
@@ -61,24 +70,24 @@ def weight_files(path: str) -> tuple[list[Path], list[str]]:
 
 def _stale(whole: Path, index: Path | None) -> list[str]:
     """Refuse shards beside a whole file: transformers loads the file, vLLM loads the shards."""
-    shards = (
-        sorted(whole.parent.glob("model-*-of-*.safetensors"))
-        if whole.suffix == ".safetensors"
-        else []
-    )
-    others = [file.name for file in (index, *shards) if file is not None]
+    others = [] if index is None else [index]
+    if whole.suffix == ".safetensors":
+        others += sorted(whole.parent.glob("model-*-of-*.safetensors"))
     if not others:
         return []
     return [
-        f"it has {whole.name} beside {others[0]}, which are two sets of weights; remove the one that is not meant"
+        f"it has {whole.name} beside {others[0].name}, which are two sets of weights; remove the "
+        "one that is not meant"
     ]
 
 
 def _shards(index: Path) -> tuple[list[Path], list[str]]:
+    """List the files that an index names, and what is wrong with the index."""
     if is_pointer(index):
         return [], [pointer(index)]
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        content = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted(set(content["weight_map"].values()))
     except (ValueError, KeyError, AttributeError):
         return [], [f"{index.name} is no index of weight files; {AGAIN}"]
     files = [index.with_name(name) for name in names]
@@ -89,16 +98,21 @@ def _shards(index: Path) -> tuple[list[Path], list[str]]:
 
 
 def is_pointer(file: Path) -> bool:
+    """Check whether a file is only a pointer of git-lfs, whose content was not fetched."""
     with file.open("rb") as opened:
         return opened.read(len(LFS)) == LFS
 
 
 def pointer(file: Path) -> str:
+    """Word the problem of a file that is a pointer."""
     return f"{file.name} is a pointer of git-lfs in place of the file; fetch it with: git lfs pull"
 
 
 def read_headers(files: Iterable[Path]) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Read names and shapes of the tensors in weight files, and what is wrong with the files."""
+    """Read the names and shapes of the tensors in weight files.
+
+    Returns the shapes, and sentences that say what is wrong with the files.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     problems = []
     for file in files:
@@ -107,23 +121,18 @@ def read_headers(files: Iterable[Path]) -> tuple[dict[str, tuple[int, ...]], lis
             continue
         try:
             shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            struct.error,
-            RuntimeError,
-            EOFError,
-            OSError,
-        ) as error:
-            problems.append(
-                f"{file.name} is cut off or damaged ({str(error).splitlines()[0]}); {AGAIN}"
-            )
+        except _DAMAGES as error:
+            cause = str(error).splitlines()[0]
+            problems.append(f"{file.name} is cut off or damaged ({cause}); {AGAIN}")
     return shapes, problems
 
 
 def _safetensors(file: Path) -> dict[str, tuple[int, ...]]:
-    """Read a header: its length in 8 bytes, then {name: {dtype, shape, data_offsets}} as JSON."""
+    """Read the shapes from the header of a safetensors file.
+
+    The header is its length in 8 bytes, then {name: {dtype, shape, data_offsets}} as JSON; the
+    tensors' bytes follow. Raises ValueError where the file is not as long as the header says.
+    """
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         size = file.stat().st_size
@@ -131,17 +140,20 @@ def _safetensors(file: Path) -> dict[str, tuple[int, ...]]:
             raise ValueError(f"its header takes {length:,} bytes, the file has {size:,}")
         header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
-    promised = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    promised = 8 + length + max(ends, default=0)
     if promised != size:
         raise ValueError(f"its header promises {promised:,} bytes, the file has {size:,}")
     return {name: tuple(entry["shape"]) for name, entry in header.items()}
 
 
 def _pickled(file: Path) -> dict[str, tuple[int, ...]]:
+    """Read the shapes from a file of torch.save."""
     return {name: tuple(tensor.shape) for name, tensor in _unpickled(file, "meta").items()}
 
 
 def _unpickled(file: Path, device: str) -> "dict[str, torch.Tensor]":
+    """Load a file of torch.save, without running code from it. Raises ValueError if it has some."""
     import pickle
     import zipfile
 
@@ -157,15 +169,18 @@ def _unpickled(file: Path, device: str) -> "dict[str, torch.Tensor]":
 
 
 def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Loaded:
-    """Load a model without weights from what its files hold. Raises OSError or ValueError as transformers does."""
+    """Load a model without weights, from the names and shapes of the tensors in its files.
+
+    `classifier`: with the head of one. Raises OSError or ValueError as transformers does.
+    """
     import torch
     import transformers
 
-    # Code of its own is not run: None, the default, asks on the terminal.
+    # A model's own code is not run; with None, the default, transformers asks on the terminal.
     config = transformers.AutoConfig.from_pretrained(
         path, trust_remote_code=False, local_files_only=True
     )
-    config.__dict__.pop("quantization_config", None)
+    config.__dict__.pop("quantization_config", None)  # else it needs the quantiser's package
     auto: Any = transformers.AutoModelForCausalLM
     if classifier:
         auto = transformers.AutoModelForSequenceClassification
@@ -173,7 +188,10 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
         auto = transformers.AutoModelForImageTextToText
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # its report is read here
+    transformers.utils.logging.set_verbosity_error()  # its report is read here, not printed
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        tensors[name] = torch.empty(shape, device="meta")
     try:
         with torch.device("meta"):
             empty = auto.from_config(config, trust_remote_code=False)
@@ -181,14 +199,13 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
         model, report = type(empty).from_pretrained(
             None,
             config=empty.config,
-            state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
+            state_dict=tensors,
             device_map="meta",
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except (
-        RuntimeError
-    ):  # parts that are joined to one tensor, experts for one, do not fit together
+    except RuntimeError:
+        # Tensors that transformers joins to one, as those of experts, do not fit together.
         return Loaded(empty, _by_name(empty, shapes))
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
@@ -196,96 +213,99 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
 
 
 def _by_name(model: Any, shapes: Shapes) -> dict[str, Any]:
-    """Compare names and shapes with those that the model would be saved with."""
+    """Make a report as transformers does, by the names and shapes that the model is saved with."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    saved = {
-        name: tuple(tensor.shape)
-        for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
-    }
-    differ = [
-        (name, shapes[name], saved[name])
-        for name in saved.keys() & shapes.keys()
-        if shapes[name] != saved[name]
-    ]
+    tensors = revert_weight_conversion(model, model.state_dict())
+    saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    common = saved.keys() & shapes.keys()
+    differ = [(name, shapes[name], saved[name]) for name in common if shapes[name] != saved[name]]
     missing = saved.keys() - shapes.keys() - model.all_tied_weights_keys.keys()
     return {"missing_keys": missing, "unexpected_keys": (), "mismatched_keys": differ}
 
 
 def differences(report: Mapping[str, Any], *, head: bool = True) -> list[str]:
-    """Say what a report of transformers names: tensors that lack, that are too many, or of another shape.
+    """Word a report of transformers: tensors that lack, are too many, or have another shape.
 
-    head: whether the model's head is used. Without it, the files may have none, or one of another kind.
+    `head`: whether the model's head is used. If not, the files may have none, or another kind.
     """
     unused = () if head else HEADS
     missing = sorted(name for name in report["missing_keys"] if not name.endswith(unused))
     unexpected = sorted(name for name in report["unexpected_keys"] if not name.endswith(unused))
-    shapes = sorted(
-        triple for triple in report["mismatched_keys"] if not triple[0].endswith(unused)
-    )
+    mismatched = [keys for keys in report["mismatched_keys"] if not keys[0].endswith(unused)]
     problems = []
     if missing:
         advice = "copy or download its files again, or take the config.json that belongs to them"
         if missing == ["lm_head.weight"]:
-            advice = "set tie_word_embeddings to true in config.json if its embedding is its head, or add the head"
+            advice = (
+                "set tie_word_embeddings to true in config.json if its embedding is its head, or "
+                "add the head"
+            )
         problems.append(
             f"its files lack {_listed(missing)}, which transformers would draw at random; {advice}"
         )
     if unexpected:
         problems.append(
-            f"its files have {_listed(unexpected)}, which the model of config.json lacks and would lose; "
-            "take the config.json that belongs to them, or save the model without them"
+            f"its files have {_listed(unexpected)}, which the model of config.json lacks and would "
+            "lose; take the config.json that belongs to them, or save the model without them"
         )
-    if shapes:
-        name, in_file, in_model = shapes[0]
-        more = f", and {len(shapes) - 1} more tensors differ so" if len(shapes) > 1 else ""
+    if mismatched:
+        name, in_file, in_model = min(mismatched)
+        more = ""
+        if len(mismatched) > 1:
+            more = f", and {len(mismatched) - 1} more tensors differ so"
         problems.append(
-            f"its files have {name} in the shape {[*in_file]}, config.json says {[*in_model]}{more}; "
-            "take the config.json that belongs to them"
+            f"its files have {name} in the shape {list(in_file)}, config.json says "
+            f"{list(in_model)}{more}; take the config.json that belongs to them"
         )
     return problems
 
 
 def untied(loaded: Loaded, files: Sequence[Path], shapes: Shapes) -> list[str]:
-    """Say which tensors differ although config.json ties them: transformers trains both, vLLM serves the first."""
+    """Name the tensors that differ in the files although config.json ties them.
+
+    Transformers would train both, and vLLM would serve the first.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     problems = []
+    # A pair is (a tensor, the one that config.json ties it to), by the names in transformers'
+    # model; names in the files may be others.
     for pair in loaded.model.all_tied_weights_keys.items():
         parameters = {name: loaded.model.get_parameter(name) for name in pair}
         published = revert_weight_conversion(loaded.model, parameters)
         stored = [_stored(name, shapes) for name in published]
-        if len(stored) == 2 and None not in stored and not _equal(files, *stored):
-            problems.append(
-                f"config.json ties {stored[0]} to {stored[1]}, but its files have different ones; set "
-                "tie_word_embeddings to false in config.json if both were trained, or save the model without the first"
-            )
+        if len(stored) != 2:
+            continue
+        first, second = stored
+        if first is None or second is None or _equal(files, first, second):
+            continue
+        problems.append(
+            f"config.json ties {first} to {second}, but its files have different ones; set "
+            "tie_word_embeddings to false in config.json if both were trained, or save the model "
+            "without the first"
+        )
     return problems
 
 
 def _stored(name: str, shapes: Shapes) -> str | None:
-    """Find the name of a tensor in the files, which may have a prefix more or less."""
-    return next(
-        (
-            tensor
-            for tensor in shapes
-            if f".{tensor}".endswith(f".{name}") or f".{name}".endswith(f".{tensor}")
-        ),
-        None,
-    )
+    """Find a tensor's name in the files, where it may have a longer or shorter prefix."""
+    for stored in shapes:
+        if f".{stored}".endswith(f".{name}") or f".{name}".endswith(f".{stored}"):
+            return stored
+    return None
 
 
-def _equal(files: Sequence[Path], first: Any, second: Any) -> bool:
+def _equal(files: Sequence[Path], first: str, second: str) -> bool:
+    """Compare two tensors of the files, some rows at a time."""
     if first == second:
         return True
-    for ours, theirs in zip(_rows(files, first), _rows(files, second), strict=True):
-        if not (ours.float() == theirs.float()).all():
-            return False
-    return True
+    pairs = zip(_rows(files, first), _rows(files, second), strict=True)
+    return all(bool((rows.float() == others.float()).all()) for rows, others in pairs)
 
 
 def _rows(files: Sequence[Path], name: str) -> "Iterable[torch.Tensor]":
-    """Yield a matrix in parts."""
+    """Yield a matrix of the files in parts of at most `ROWS` rows."""
     from safetensors import safe_open
 
     for file in files:
@@ -304,5 +324,6 @@ def _rows(files: Sequence[Path], name: str) -> "Iterable[torch.Tensor]":
 
 
 def _listed(names: Sequence[str]) -> str:
+    """List the first names, and how many more there are."""
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return ", ".join(names[:NUM_NAMED]) + more

@@ -1,7 +1,7 @@
 """Broadcast tensors in buckets over a process group of their own.
 
-A bucket is one array of bytes: its tensors, each at a multiple of 16, then their checksums. Every wait has a deadline,
-and either end can close the group at any moment.
+A bucket is one array of bytes: its tensors, each at a multiple of 16, then their checksums. Every
+wait has a deadline, and either end can close the group at any moment.
 """
 
 import contextlib
@@ -23,30 +23,33 @@ from hocket.errors import SyncError, cause_of
 from hocket.protocol import TensorLayout, TensorSpec, manifest
 
 dist: Any = distributed  # its type stubs lack some public classes
-Store = Any
-Named = Sequence[tuple[str, Tensor]]
-BucketPart = tuple[Named, dict[str, TensorSpec]]
+Store = Any  # a torch.distributed.Store
+Named = Sequence[tuple[str, Tensor]]  # tensors with their names
+BucketPart = tuple[Named, dict[str, TensorSpec]]  # what a bucket held, and the specs by name
 
-BUCKET_BYTES = 256 << 20  # of a bucket, about
+BUCKET_BYTES = 256 << 20  # the size that a bucket has, about
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_ENVIRONMENT = threading.Lock()  # groups are made in several threads
-_ALIGNMENT = 16
+_ENVIRONMENT = threading.Lock()  # held while os.environ is changed: threads make groups at once
+_ALIGNMENT = 16  # bytes; a multiple of every dtype's size
 _CHECKSUM_BYTES = 8
 
 
 def layout(named: Named) -> list[TensorLayout]:
-    return [
-        TensorLayout(name=name, dtype=manifest.dtype_name(t.dtype), shape=list(t.shape))
-        for name, t in named
-    ]
+    """Describe a bucket of these tensors, in their order."""
+    items = []
+    for name, tensor in named:
+        dtype = manifest.dtype_name(tensor.dtype)
+        items.append(TensorLayout(name=name, dtype=dtype, shape=list(tensor.shape)))
+    return items
 
 
 def num_bytes(bucket: Sequence[TensorLayout]) -> int:
-    return sum(map(_padded, bucket)) + _CHECKSUM_BYTES * len(bucket)
+    """Compute the size of a bucket."""
+    return sum(map(_padded_bytes, bucket)) + _CHECKSUM_BYTES * len(bucket)
 
 
 def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSpec]]:
-    """Return the bucket of these tensors, uint8 [num_bytes] on `device`, and their specs."""
+    """Copy tensors into a bucket, uint8 [num_bytes] on `device`; return it, and their specs."""
     bucket = layout(named)
     flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=device)
     views, checksums = _views(flat, bucket)
@@ -58,72 +61,88 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
 
 
 def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> BucketPart:
-    """Return a bucket's tensors, views of it, and their specs. Raises SyncError where a checksum differs."""
+    """Read a bucket: its tensors, as views of it, and their specs.
+
+    Raises SyncError where the bytes of a tensor do not have the checksum that came with them.
+    """
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
     changed = (checksums.cpu() != _numbers(specs)).nonzero()
     if len(changed):
-        raise SyncError(f"the bytes of tensor {named[int(changed[0])][0]!r} changed on their way")
+        name, _ = named[int(changed[0])]
+        raise SyncError(f"the bytes of tensor {name!r} changed on their way")
     return named, specs
 
 
 def _numbers(specs: dict[str, TensorSpec]) -> Tensor:
-    """Return the checksums, int64 [n]."""
-    return torch.tensor(
-        [int(spec.checksum, 16) for spec in specs.values()], dtype=torch.uint64
-    ).view(torch.int64)
+    """Convert checksums from hexadecimal digits to the words of a bucket, int64 [n]."""
+    numbers = [int(spec.checksum, 16) for spec in specs.values()]
+    return torch.tensor(numbers, dtype=torch.uint64).view(torch.int64)
 
 
 @dataclasses.dataclass(eq=False)
 class WeightGroup:
-    """Rank 0, the trainer, and a server's workers; the constructor waits until all have joined."""
+    """A process group of the trainer, which is rank 0, and a server's workers.
+
+    The constructor waits until all ranks have joined. On CPUs the group is gloo's, else NCCL's.
+    Each rank makes its own, and then all call the same broadcasts in the same order:
+
+        store = make_store(address, timeout_s)  # on rank 0; elsewhere find_store(host, port, ...)
+        group = WeightGroup(store, "weights 1", device, address, rank=0, size=2, timeout_s=60.0)
+        group.broadcast(flat)
+        group.close()
+    """
 
     store: Store  # from make_store on rank 0, or find_store
-    name: str  # never used before
+    name: str  # a name that no earlier group of this store has had
     device: torch.device
-    address: str  # of this machine, as the others can reach it
+    address: str  # this machine's address, as the others can reach it
     _: dataclasses.KW_ONLY
     rank: int
-    size: int
-    timeout_s: float  # of joining, and of every later wait
+    size: int  # number of ranks
+    timeout_s: float  # deadline of joining, and of every later wait
 
     def __post_init__(self) -> None:
-        self._own_store = dist.PrefixStore(self.name, self.store)
+        self._prefix_store = dist.PrefixStore(self.name, self.store)
         self.announce(0)
-        timeout = datetime.timedelta(seconds=self.timeout_s)
         if self.device.type == "cpu":
-            gloo = dist.ProcessGroupGloo._Options()
-            gloo._timeout = timeout
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
-            self._group = dist.ProcessGroupGloo(self._own_store, self.rank, self.size, gloo)
-        else:
-            torch.cuda.set_device(self.device)
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            nccl.config.blocking = 0  # else it waits for ever for a rank that is gone
-            # Else NCCL's watchdog ends the process past a deadline.
-            with _ENVIRONMENT:
-                before = os.environ.get(_BLOCKING_WAIT)
-                os.environ[_BLOCKING_WAIT] = "1"
-                try:
-                    self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
-                finally:
-                    del os.environ[_BLOCKING_WAIT]
-                    if before is not None:
-                        os.environ[_BLOCKING_WAIT] = before
+            self._group = self._join_gloo()
+            return
+        self._group = self._join_nccl()
+        try:
+            # NCCL does not connect before the first broadcast.
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        except BaseException:
+            self.close()
+            raise
+
+    def _join_gloo(self) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = datetime.timedelta(seconds=self.timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+        return dist.ProcessGroupGloo(self._prefix_store, self.rank, self.size, options)
+
+    def _join_nccl(self) -> Any:
+        torch.cuda.set_device(self.device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = datetime.timedelta(seconds=self.timeout_s)
+        options.config.blocking = 0  # else NCCL waits for ever for a rank that is gone
+        # The group reads this variable as it is made. Without it, NCCL's watchdog would end the
+        # whole process past a deadline, in place of an error in the thread that waits.
+        with _ENVIRONMENT:
+            before = os.environ.get(_BLOCKING_WAIT)
+            os.environ[_BLOCKING_WAIT] = "1"
             try:
-                self.broadcast(
-                    torch.zeros(1, dtype=torch.uint8, device=self.device)
-                )  # NCCL connects no earlier
-            except BaseException:
-                self.close()
-                raise
+                return dist.ProcessGroupNCCL(self._prefix_store, self.rank, self.size, options)
+            finally:
+                del os.environ[_BLOCKING_WAIT]
+                if before is not None:
+                    os.environ[_BLOCKING_WAIT] = before
 
     def announce(self, number: int) -> None:
         """Announce that this rank is about to receive transfer `number`; 0: to join."""
-        self._own_store.set(
-            f"transfer {number}/{self.rank}", "1"
-        )  # the group's own keys begin with numbers
+        # The word keeps these keys apart from those of the group itself, which begin with numbers.
+        self._prefix_store.set(_announcement(number, self.rank), "1")
 
     def broadcast(self, flat: Tensor) -> None:
         """Send rank 0's bytes to all. Raises RuntimeError past the deadline."""
@@ -131,21 +150,27 @@ class WeightGroup:
         if group is None:
             raise RuntimeError("the group is closed")
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a setting of each thread
+            torch.cuda.set_device(self.device)  # each thread has its own current device
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         group.broadcast([flat], options).wait()
 
     def close(self) -> None:
-        """Leave the group: ranks that wait for this one fail."""
+        """Leave the group, once or again: ranks that wait for this one fail."""
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):  # it is broken already
+            with contextlib.suppress(RuntimeError):  # the group is broken already
                 group.abort()
 
 
+def _announcement(number: int, rank: int) -> str:
+    """Name the key by which a rank announces a transfer."""
+    return f"transfer {number}/{rank}"
+
+
 def make_store(address: str, timeout_s: float) -> Store:
-    """Return a key-value store on a free port of this address."""
+    """Serve a key-value store on a free port of this address."""
+    # The socket is made here, since a TCPStore's own would listen on all addresses.
     listener = socket.create_server((address, 0), family=family_of(address))
     timeout = datetime.timedelta(seconds=timeout_s)
     port = listener.getsockname()[1]
@@ -167,13 +192,14 @@ def find_store(host: str, port: int, timeout_s: float) -> Store:
 
 
 def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
-    return bool(
-        dist.PrefixStore(name, store).check([f"transfer {number}/{rank}" for rank in ranks])
-    )
+    """Check, without waiting, whether all these ranks of group `name` announced a transfer."""
+    keys = [_announcement(number, rank) for rank in ranks]
+    return bool(dist.PrefixStore(name, store).check(keys))
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address towards another; nothing is sent. Raises OSError."""
+    """Find the address by which another machine reaches this one. Raises OSError."""
+    # Connecting a datagram socket chooses the route to the other machine, and sends nothing.
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -181,27 +207,37 @@ def address_towards(host: str, port: int) -> str:
 
 
 def why_broken(error: Exception) -> str:
-    """Return the cause without the place in gloo's source with which it begins, and the joke at its end."""
+    """Shorten an error of a group to its cause.
+
+    Gloo's messages begin with a place in its source, and torch's end with a joke.
+    """
     return re.sub(r"^\[.*?\] *|\. .*", "", cause_of(error))
 
 
 def gpu_id(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    """Identify a GPU by its UUID, the same in all processes; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _padded(item: TensorLayout) -> int:
+def _padded_bytes(item: TensorLayout) -> int:
+    """Round a tensor's size up to a multiple of the alignment."""
     return -(-_empty(item).nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _empty(item: TensorLayout) -> Tensor:
+    """Make a tensor of this dtype and shape that has no data."""
     return torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
 
 
 def _views(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], Tensor]:
-    """Return a bucket's tensors and checksums, int64 [n], as views of it."""
-    *parts, checksums = torch.split(flat, [*map(_padded, bucket), _CHECKSUM_BYTES * len(bucket)])
+    """View a bucket's bytes as its named tensors, and their checksums, int64 [n]."""
+    sizes = [_padded_bytes(item) for item in bucket]
+    sizes.append(_CHECKSUM_BYTES * len(bucket))
+    parts = torch.split(flat, sizes)
     named = []
-    for item, part in zip(bucket, parts, strict=True):
+    for item, part in zip(bucket, parts[:-1], strict=True):
         empty = _empty(item)
         named.append((item.name, part[: empty.nbytes].view(empty.dtype).view(empty.shape)))
-    return named, checksums.view(torch.int64)
+    return named, parts[-1].view(torch.int64)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hocket.errors import RewardError, door
+from hocket.errors import RewardError, program
 from hocket.rewards.base import RetryError, bind
 from hocket.rewards.runners import Call, Inline, InLoop, Runner, clock
 from hocket.rewards.scores import LateError, NoScoreError, compose, failure, no_score
@@ -164,5 +164,5 @@ def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:
         raise RewardError(
             f"{len(errors)} of {number} scores failed, more than "
             f"rewards.max_error_rate={max_error_rate:g}; the first: {errors[0]}; "
-            f"rewards can be tried: {door()} reward-test CONFIG --samples RUN/rollouts/FILE"
+            f"rewards can be tried: {program()} reward-test CONFIG --samples RUN/rollouts/FILE"
         )

@@ -23,7 +23,7 @@ from hocket.common.tasks import starting
 from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import ConfigError, ServerError, door, remedy
+from hocket.errors import ConfigError, ServerError, program, remedy
 from hocket.protocol import CURABLE
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
@@ -72,7 +72,7 @@ def serve(config: Config) -> None:
     if config.model.random_init:
         raise ConfigError(
             "model.random_init has no meaning for the server: its random weights would not be the trainer's. "
-            f"Save a model first, by {door()} sft CONFIG, and serve it: model.path=RUN/model model.random_init=false"
+            f"Save a model first, by {program()} sft CONFIG, and serve it: model.path=RUN/model model.random_init=false"
         )
     with (
         contextlib.closing(bind(server.host, server.port, config.token)) as sock,

@@ -39,7 +39,7 @@ class TrainBatch(LossBatch):
     trained_n: Tensor  # places on the axis t where the mask is True, of this rank's part
     row_n: Tensor  # their places in `input_ids_br`
     lengths: tuple[int, ...]  # of the sequences, along t
-    witness_bt: Tensor  # True on sampled tokens of witnesses
+    unbiased_bt: Tensor  # True on sampled tokens of unbiased samples
     places: tuple[int, ...]  # of the sequences among the packed samples
     max_tokens: int  # most trained tokens of those micro-batches that ranks run at the same time
     images: tuple[Image, ...] = ()  # of the row, each with its first place there
@@ -160,7 +160,7 @@ class PackedRow:
 
         lengths = tuple(map(num_positions, self.samples))
         sample_bt = torch.arange(len(self.samples)).repeat_interleave(torch.tensor(lengths))[None]
-        is_witness = torch.tensor([sample.witness for sample in self.samples])
+        is_unbiased = torch.tensor([sample.is_unbiased for sample in self.samples])
         return TrainBatch(
             segments=row.segments,
             input_ids_br=on_device(input_ids_br),
@@ -172,7 +172,7 @@ class PackedRow:
             trained_n=on_device(trained_n[is_here]),
             row_n=on_device(row_n[is_here]),
             sample_bt=on_device(sample_bt),
-            witness_bt=on_device(is_witness[sample_bt] & mask_bt),
+            unbiased_bt=on_device(is_unbiased[sample_bt] & mask_bt),
             lengths=lengths,
             places=self.places,
             images=_images(self.samples, row.places, starts),

@@ -175,7 +175,7 @@ class Trainer(Together):
         """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
         algorithm = self._config.algorithm
         settings = self.setup.config
-        objective_takes = choose("objective", algorithm.objective).given
+        objective_takes = choose("objective", algorithm.objective).arguments
         return kind(
             model,
             dtype=self.setup.parameter_dtype(),

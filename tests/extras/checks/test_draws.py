@@ -30,7 +30,7 @@ def test_the_first_update_measures_what_was_drawn(ranks: Ranks, tied_model: str,
         greedy = sequence(greedy_ids(tmp_path, 5))
         certain = dataclasses.replace(greedy, logprobs=(0.0, 0.0, *(-0.1 for _ in range(5))))  # counted by the engine's
         samples = [sample_of(one, group=place) for place, one in enumerate([*rollouts, greedy, certain])]
-        samples[:2] = [dataclasses.replace(one, witness=True) for one in samples[:2]]
+        samples[:2] = [dataclasses.replace(one, is_unbiased=True) for one in samples[:2]]
         _, sums = trainer.compare([*samples[:2], samples[4]])
         expected = [sums[name] for name in DRAWN]
         (row,) = trainer.logprobs(samples[4:5])
@@ -76,7 +76,7 @@ def test_the_surprise_of_samples_is_the_sum_over_their_sampled_tokens(
     rollouts = make_rollouts(4, longest=30, seed=3)
     with make_trainer(ranks, tied_model) as trainer:
         trainer.export(tmp_path)
-        _, sums = trainer.compare([sample_of(rollout, 0.0, witness=True) for rollout in rollouts])
+        _, sums = trainer.compare([sample_of(rollout, 0.0, is_unbiased=True) for rollout in rollouts])
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     num_tokens = 0
     expected = torch.zeros(2, dtype=torch.float64)

@@ -121,11 +121,11 @@ def prompts(count: int, size: int = 4) -> list[list[Rollout]]:
     return [[rollout(index + 2, id_=f"step 1/{group}/{index}") for index in range(size)] for group in range(count)]
 
 
-WITNESSES = {"sampling/surprise": -3.0, "sampling/variance": 4.0, "sampling/greedy": 5.0}  # as training has them
+UNBIASED = {"sampling/surprise": -3.0, "sampling/variance": 4.0, "sampling/greedy": 5.0}  # as training has them
 
 
 @pytest.mark.parametrize(("fair", "stale", "counted"), [(True, [], -3), (False, [], -1), (True, [2], -1)])
-async def test_the_lot_counts_where_witnesses_are_no_fair_draw(fair: bool, stale: list[int], counted: float) -> None:
+async def test_the_lot_counts_where_trained_samples_are_biased(fair: bool, stale: list[int], counted: float) -> None:
     world = World(4, 8e-6, -1, 2, 0)
     check = world.check(share=1.0, fair=fair)
     metrics = await check.rolled_out([*prompts(8), [rollout(9, version=one, id_="step 1/8/0") for one in stale]], True)
@@ -133,13 +133,13 @@ async def test_the_lot_counts_where_witnesses_are_no_fair_draw(fair: bool, stale
     assert metrics["sampling/logprob_gap"] == pytest.approx(2e-6)
     assert metrics.get("sync/max_gap") == (None if stale else 3e-5)
     assert metrics["time/check"] > 0
-    assert check.trained(WITNESSES)["sampling/surprise"] == counted
+    assert check.trained(UNBIASED)["sampling/surprise"] == counted
 
 
 async def test_where_all_rollouts_are_stale_only_answers_that_are_surely_greedy_count() -> None:
     check = World().check()
     await check.rolled_out([[rollout(9, version=2, p=0.6)]], True)
-    found = check.trained(WITNESSES)
+    found = check.trained(UNBIASED)
     assert found["sampling/z"] == 0
     assert found["sampling/greedy"] == certain_odds(rollout(9, p=0.6).sequences)
 
@@ -153,7 +153,7 @@ async def test_where_all_rollouts_are_stale_only_answers_that_are_surely_greedy_
         ("algorithm.minibatches=2", True, False),  # a reward of all answers has those before one depend on it
     ],
 )
-def test_witnesses_are_a_fair_draw_where_answers_have_no_say_in_who_is_one(
+def test_samples_are_unbiased_where_answers_have_no_say_in_what_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, of_group: bool, fair: bool
 ) -> None:
     monkeypatch.setattr(sampling.tokenizers, "end_ids", lambda path, tokenizer: ())

@@ -202,7 +202,7 @@ class Proof(RunPart):
 def as_samples(sequences: Iterable[TokenSequence]) -> list[TrainSample]:
     """Return samples to measure, not to train on."""
     return [
-        TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids), witness=True)
+        TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids), is_unbiased=True)
         for one in sequences
     ]
 

@@ -48,7 +48,7 @@ class SamplingCheck(RunPart):
     share: float  # of prompts that are compared before the step
     group_size: int
     history: MetricsHistory
-    fair: bool = True  # no answer has a say in whether it is a witness
+    fair: bool = True  # whether a sample is unbiased depends on no answer
     claim: Callable[[TokenSequence], str] = lambda sequence: (
         ""
     )  # what is wrong in what a server says of its tokens
