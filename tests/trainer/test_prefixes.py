@@ -184,7 +184,7 @@ def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.M
     row = batch.input_ids_br[0]
     shared, bounds = batch.segments.shared_keys or (None, None)
     seen = {tuple(row[part].tolist()) for part in torch.tensor_split(shared, bounds[1:-1].tolist())}
-    longest = {s.sequence.token_ids[:-1] for s in samples}
+    longest = {tuple(s.sequence.token_ids[:-1]) for s in samples}
     assert seen <= longest
     assert {
         one for one in longest if not any(len(two) > len(one) and two[: len(one)] == one for two in longest)
