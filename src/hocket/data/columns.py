@@ -17,7 +17,14 @@ from hocket.config import DataConfig
 from hocket.types import Message
 
 LINE = "a line is one object in UTF-8, without a comma; a list of objects is a .json file"
-MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # of a turn: is it taught?
+MARKS = (
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "loss",
+    "loss_mask",
+)  # of a turn: is it taught?
 WRONG_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 ROLES = ("system", "user", "assistant", "tool")
 MOST_EXACT = 2**53  # above, a float does not hold every whole number
@@ -64,7 +71,9 @@ def column(columns: Mapping[str, Any], data: DataConfig, setting: str, hint: str
     name = getattr(data, setting)
     if name not in columns:
         there = ", ".join(map(repr, columns))
-        raise ValueError(f"no column {name!r}, only {there}: set {data.section}.{setting} to one of these{hint}")
+        raise ValueError(
+            f"no column {name!r}, only {there}: set {data.section}.{setting} to one of these{hint}"
+        )
     return columns[name]
 
 
@@ -73,7 +82,9 @@ def answer_of(columns: Mapping[str, Any], data: DataConfig) -> str | None:
     name = data.answer_column
     if name is None:
         return None
-    answer = as_answer(column(columns, data, "answer_column", ", or to null where there is no answer"), name)
+    answer = as_answer(
+        column(columns, data, "answer_column", ", or to null where there is no answer"), name
+    )
     if data.answer_pattern is None:
         return answer
     cut = cut_out(answer, data.answer_pattern)
@@ -102,7 +113,9 @@ def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
     sample = dict(columns)
     for name in (asked, "messages"):
         if not isinstance(columns.get(name), str | None):
-            sample[name] = [unmarked(message) for message in checked(columns[name], name, (str, list))]
+            sample[name] = [
+                unmarked(message) for message in checked(columns[name], name, (str, list))
+            ]
     sample["prompt"] = sample.get(asked)
     answer = columns.get(answered)
     if answer is not None:
@@ -111,7 +124,13 @@ def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
             answer = cut_out(answer, data.answer_pattern) or answer
     used = (asked, answered, "messages", "completion")
     meta = {name: value for name, value in columns.items() if name not in used}
-    return {**sample, "answer": answer, "meta": meta, "parts": {"env": columns.get("reward")}, "failed": None}
+    return {
+        **sample,
+        "answer": answer,
+        "meta": meta,
+        "parts": {"env": columns.get("reward")},
+        "failed": None,
+    }
 
 
 def as_answer(value: Any, name: str) -> str:
@@ -122,7 +141,11 @@ def as_answer(value: Any, name: str) -> str:
     value = _plain(value)
     if type(value) is datetime.date:
         value = value.isoformat()
-    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = (
+        isinstance(value, int | float | Decimal)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
     if not isinstance(value, str) and not is_number:
         fact = f"column {name!r} must be text or a number, got {value!r:.80}"
         if isinstance(value, datetime.datetime):
@@ -134,7 +157,9 @@ def as_answer(value: Any, name: str) -> str:
             raise ValueError(f"column {name!r} is empty")
         return value
     if isinstance(value, float) and abs(value) > MOST_EXACT:
-        raise ValueError(f"column {name!r} is {value!r}, a float that may have lost digits: write it as text")
+        raise ValueError(
+            f"column {name!r} is {value!r}, a float that may have lost digits: write it as text"
+        )
     digits = f"{Decimal(str(value)):f}"
     if "." in digits:
         digits = digits.rstrip("0").rstrip(".")
@@ -168,7 +193,9 @@ def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> li
     Those that are shown, but not taught, have the weight 0; of the other marks nothing is left.
     """
     if not (isinstance(messages, list) and messages):
-        raise ValueError(f"column {name!r} must be text or a list of messages, got {messages!r:.80}")
+        raise ValueError(
+            f"column {name!r} must be text or a list of messages, got {messages!r:.80}"
+        )
     return [
         _checked(message, f"message {number} of column {name!r}", name, contents)
         for number, message in enumerate(messages)
@@ -192,9 +219,13 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
     plain = role.strip().lower()
     right = WRONG_ROLES.get(plain, plain)
     if right in ROLES and role != right:
-        raise ValueError(f"{place} has the role {role!r}, which chat templates do not know: write {right!r}")
+        raise ValueError(
+            f"{place} has the role {role!r}, which chat templates do not know: write {right!r}"
+        )
     if "function_call" in read:
-        raise ValueError(f"{place} has a function_call, which chat templates leave out: write it as tool_calls")
+        raise ValueError(
+            f"{place} has a function_call, which chat templates leave out: write it as tool_calls"
+        )
     if not isinstance(read.get("tool_calls", []), list):
         raise ValueError(f"{place} must have a list of tool_calls, got {read['tool_calls']!r:.80}")
     content = read["content"]
@@ -211,9 +242,13 @@ def _no_message(message: Any, place: str) -> ValueError:
 def _is_taught(message: Message, place: str) -> bool:
     marks = {key: message[key] for key in MARKS if key in message}
     if any(value not in (0, 1) for value in marks.values()):
-        raise ValueError(f"{place} is marked {marks}, but a turn is taught (1) or only shown (0): mark it so")
+        raise ValueError(
+            f"{place} is marked {marks}, but a turn is taught (1) or only shown (0): mark it so"
+        )
     if message["role"] != "assistant" and any(marks.values()):
-        raise ValueError(f"{place} is marked {marks}, but only turns of the assistant are taught: remove the mark")
+        raise ValueError(
+            f"{place} is marked {marks}, but only turns of the assistant are taught: remove the mark"
+        )
     return all(marks.values())
 
 
@@ -251,7 +286,9 @@ def _chat_in(text: str, name: str) -> Any:
     except ValueError as error:
         fact = f"column {name!r} is a chat as text, but not as JSON: {error}"
         raise ValueError(f"{fact}; write it by json.dumps: {bare!r:.80}") from error
-    is_chat = all(isinstance(part, dict) and not part.keys().isdisjoint({"role", "from"}) for part in chat)
+    is_chat = all(
+        isinstance(part, dict) and not part.keys().isdisjoint({"role", "from"}) for part in chat
+    )
     return chat if is_chat else text
 
 
@@ -259,7 +296,9 @@ def _message(message: Any) -> Any:
     """Return a message without nulls and empty calls, its parts of text as one text."""
     if not isinstance(message, Mapping):
         return message
-    message = {key: value for key, value in without_nulls(message).items() if value == value}  # NaN: a null of pandas
+    message = {
+        key: value for key, value in without_nulls(message).items() if value == value
+    }  # NaN: a null of pandas
     if isinstance(message.get("tool_calls"), str):
         with contextlib.suppress(ValueError):
             message["tool_calls"] = json.loads(message["tool_calls"])
@@ -272,4 +311,8 @@ def _message(message: Any) -> Any:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )

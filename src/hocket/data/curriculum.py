@@ -30,7 +30,11 @@ class PassRates:
         self.streaks[index] = self.streaks[index] + 1 if rate >= 1 else 0
 
     def state(self) -> dict[str, list[Any]]:
-        return {name: values[:] for name, values in vars(self).items()} if max(self.epochs) >= 0 else {}
+        return (
+            {name: values[:] for name, values in vars(self).items()}
+            if max(self.epochs) >= 0
+            else {}
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +107,14 @@ class Sorted(Curriculum):
             if not isinstance(value, int | float) or not math.isfinite(value):
                 what = f"curriculum.difficulty_column={self._column} must name a column of numbers"
                 raise DataError(f"{what}: that of {prompts[index].id} is {value!r:.80}")
-        return EpochPlan(order=sorted(candidates.members, key=lambda index: known.get(index, math.inf)))
+        return EpochPlan(
+            order=sorted(candidates.members, key=lambda index: known.get(index, math.inf))
+        )
 
 
 def bind(config: CurriculumConfig) -> Curriculum:
     keys = CurriculumConfig.model_fields
-    made: Curriculum = CURRICULA.bind(config.name, config.model_extra, section="curriculum", keys=keys)()
+    made: Curriculum = CURRICULA.bind(
+        config.name, config.model_extra, section="curriculum", keys=keys
+    )()
     return made

@@ -15,7 +15,10 @@ from hocket.types import Prompt
 
 
 def unlike(
-    sources: Mapping[str, Prompts], tested: Collection[str], exclude: bool, say: Callable[[str], None]
+    sources: Mapping[str, Prompts],
+    tested: Collection[str],
+    exclude: bool,
+    say: Callable[[str], None],
 ) -> dict[str, Prompts]:
     """Count prompts with the question and answer of another one, but for white space; leave out held-out ones.
 
@@ -43,7 +46,9 @@ def unlike(
 class MixedStream(PromptStream):
     """A stream of each source, with epochs of its own; draws are numbered over all."""
 
-    def __init__(self, streams: Mapping[str, PromptStream], weights: Mapping[str, float], seed: int) -> None:
+    def __init__(
+        self, streams: Mapping[str, PromptStream], weights: Mapping[str, float], seed: int
+    ) -> None:
         self._num_drawn = 0
         self._streams = streams
         for stream in streams.values():
@@ -82,10 +87,18 @@ class MixedStream(PromptStream):
         self._streams[self._source_of.pop(number)].settle(number, outcome)
 
     def sizes(self) -> list[dict[str, Any]]:
-        return [line | {"source": name} for name, stream in self._streams.items() for line in stream.sizes()]
+        return [
+            line | {"source": name}
+            for name, stream in self._streams.items()
+            for line in stream.sizes()
+        ]
 
     def entries(self) -> list[dict[str, Any]]:
-        return [entry | {"source": name} for name, stream in self._streams.items() for entry in stream.entries()]
+        return [
+            entry | {"source": name}
+            for name, stream in self._streams.items()
+            for entry in stream.entries()
+        ]
 
     def state(self) -> dict[str, Any]:
         states = {name: stream.state() for name, stream in self._streams.items()}

@@ -10,7 +10,13 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, cause_of
 from hocket.protocol import model_files
 
-SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "generation_config.json")
+SMALL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "generation_config.json",
+)
 OTHER_FORMATS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 Head = Literal["logits", "score"] | None
 
@@ -59,7 +65,11 @@ def refuse(problems: Sequence[str], path: str, setting: str) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0] if named in problems[0] else f"{named}: {problems[0]}")
     if problems:
-        raise ConfigError("\n".join([f"{named} can't be used as it is:", *(f"  - {problem}" for problem in problems)]))
+        raise ConfigError(
+            "\n".join(
+                [f"{named} can't be used as it is:", *(f"  - {problem}" for problem in problems)]
+            )
+        )
 
 
 ADAPTER = (
@@ -75,7 +85,11 @@ def adapter_beside(path: str) -> list[str]:
 
 def _pointers(path: str) -> list[str]:
     files = [model_files.local_file(path, name) for name in SMALL_FILES]
-    return [model_files.pointer(file) for file in files if file is not None and model_files.is_pointer(file)]
+    return [
+        model_files.pointer(file)
+        for file in files
+        if file is not None and model_files.is_pointer(file)
+    ]
 
 
 def _weights(model: ModelConfig, setting: str, *, trains: bool, head: Head) -> list[str]:
@@ -87,7 +101,11 @@ def _weights(model: ModelConfig, setting: str, *, trains: bool, head: Head) -> l
         config.get_text_config(), "quantization_config", None
     )
     if quantised and trains:
-        kind = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else "some method"
+        kind = (
+            quantised.get("quant_method", "some method")
+            if isinstance(quantised, dict)
+            else "some method"
+        )
         advice = "name the model that it was made of; model.lora={quantize: nf4} quantises that while it trains"
         return [*problems, f"its weights are quantised ({kind}) and can't be trained; {advice}"]
     if model.random_init:
@@ -130,14 +148,18 @@ def _ties(path: str) -> list[str]:
 
 def _without_weights(path: str, *, trains: bool) -> list[str]:
     folder = Path(path)
-    if model_files.weight_files(path)[0] or not folder.is_dir():  # of the hub, they are not downloaded yet
+    if (
+        model_files.weight_files(path)[0] or not folder.is_dir()
+    ):  # of the hub, they are not downloaded yet
         return []
     others = [file.name for kind in OTHER_FORMATS for file in sorted(folder.glob(kind))]
     if others and not trains:  # vLLM reads some of them
         return []
     has = f", only {others[0]}" if others else ""
     advice = "copy or download it again, or save it with transformers; model.random_init=true draws random weights"
-    return [f"it has no weights in model.safetensors, its shards or pytorch_model.bin{has}; {advice}"]
+    return [
+        f"it has no weights in model.safetensors, its shards or pytorch_model.bin{has}; {advice}"
+    ]
 
 
 def has_weights(path: str) -> bool:

@@ -97,7 +97,9 @@ class Renderer:
         except ValueError as error:
             if self._data.system_prompt is not None and not self._tools:
                 setting = f"{self._data.section}.system_prompt"
-                raise DataError(f"{setting}: {error}; leave it out, or write it into the prompts") from error
+                raise DataError(
+                    f"{setting}: {error}; leave it out, or write it into the prompts"
+                ) from error
             if self._tools:  # else the rows tell it
                 raise DataError(str(error)) from error
 
@@ -107,20 +109,32 @@ class Renderer:
         text, messages = self.prompt(columns)
         if columns.get("tools"):
             fact = f"the column 'tools' of {data.source} is for rewards and environments"
-            self._warn(f"{fact}: the model is shown the tools of env.tools alone, which the environment can call")
+            self._warn(
+                f"{fact}: the model is shown the tools of env.tools alone, which the environment can call"
+            )
         said = columns[data.prompt_column]
         if messages is not None:
-            said = text_of(next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])["content"])
+            said = text_of(
+                next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])[
+                    "content"
+                ]
+            )
         return text, {
             "messages": messages,
             "text": said,
             "opening": opening_of(text),
             "options": data.template_options,
             "answer": answer_of(columns, data),
-            "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
+            "meta": {
+                k: v
+                for k, v in columns.items()
+                if k not in (data.prompt_column, data.answer_column)
+            },
         }
 
-    def prompt(self, columns: Mapping[str, Any], tools: Any = None) -> tuple[str, tuple[Message, ...] | None]:
+    def prompt(
+        self, columns: Mapping[str, Any], tools: Any = None
+    ) -> tuple[str, tuple[Message, ...] | None]:
         """Return a row's prompt as text, and the chat that it renders; None: plain text.
 
         tools: the row's own, which are shown beside no others.
@@ -134,7 +148,9 @@ class Renderer:
             return self.asked(value, **shown)
         messages = self.introduced(checked(value, name, self.contents))
         if messages[-1]["role"] == "assistant":
-            raise ValueError(f"column {name!r} ends with an assistant message: nothing is left to answer")
+            raise ValueError(
+                f"column {name!r} ends with an assistant message: nothing is left to answer"
+            )
         return self.render(messages, **shown), tuple(unmarked(message) for message in messages)
 
     def asked(self, text: str, **more: Any) -> tuple[str, tuple[Message, ...] | None]:
@@ -176,20 +192,33 @@ class Renderer:
 
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
-        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        special = [
+            token.content
+            for token in self._tokenizer.added_tokens_decoder.values()
+            if token.special
+        ]
         return re.compile("|".join(map(re.escape, special)) or r"\Z.")  # none: nothing matches
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
         """Return columns without pictures, and the pictures. Raise ValueError for those that no one sees."""
         for name in PICTURES:
             value = columns.get(name)
-            if any(picture is not None for picture in (value if isinstance(value, list) else [value])):
+            if any(
+                picture is not None for picture in (value if isinstance(value, list) else [value])
+            ):
                 advice = "name one that does in model.path, or remove the column"
-                raise ValueError(f"column {name!r} has pictures, and the model takes none; {advice}")
+                raise ValueError(
+                    f"column {name!r} has pictures, and the model takes none; {advice}"
+                )
         return columns, ()
 
     def expanded(
-        self, token_ids: list[int], pictures: Sequence[Any], before: Sequence[Image] = (), *, whole: bool = True
+        self,
+        token_ids: list[int],
+        pictures: Sequence[Any],
+        before: Sequence[Image] = (),
+        *,
+        whole: bool = True,
     ) -> tuple[list[int], Images]:
         """Return token ids with those of the pictures, and these."""
         return token_ids, ()
@@ -213,7 +242,9 @@ class Renderer:
         """Return each text's token ids, none added; raise TooLongError early if one exceeds `at_most`."""
         if any(len(text) > at_most * self._most_characters for text in texts):
             raise TooLongError(f"a text has more than {at_most} tokens")
-        encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)[
+            "input_ids"
+        ]
         return encoded
 
     def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
@@ -225,18 +256,26 @@ class Renderer:
 
         for message in messages:
             self.notice(text_of(message.get("content") or ""))
-        given: dict[str, Any] = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
+        given: dict[str, Any] = {
+            "tools": self._tools,
+            "add_generation_prompt": True,
+            "tokenize": False,
+        }
         given["strftime_now"] = DAY.strftime
         given |= self._data.template_options if options is None else options
         try:
-            text: str = self._tokenizer.apply_chat_template([*map(_as_read, messages)], **given | more)
+            text: str = self._tokenizer.apply_chat_template(
+                [*map(_as_read, messages)], **given | more
+            )
         # A template is a program: besides its own refusals it fails in these ways.
         except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         self._check_shown(text, messages, options, given | more)
         return text
 
-    def _check_shown(self, text: str, messages: Sequence[Message], options: Options, given: Mapping[str, Any]) -> None:
+    def _check_shown(
+        self, text: str, messages: Sequence[Message], options: Options, given: Mapping[str, Any]
+    ) -> None:
         """Raise ValueError where the template leaves out what the model is to know."""
         if given["tools"]:
             without = {name: given[name] for name in ("add_generation_prompt", "tokenize")}
@@ -244,7 +283,9 @@ class Renderer:
                 advice = "take one that does (chat_template.jinja in the model's folder), or leave the tools out"
                 raise ValueError(f"the chat template does not show the model its tools; {advice}")
         if not self._shows_system and any(message["role"] == "system" for message in messages):
-            raise ValueError("the chat template leaves system messages out; take one that shows them")
+            raise ValueError(
+                "the chat template leaves system messages out; take one that shows them"
+            )
 
     @functools.cached_property
     def _shows_system(self) -> bool:
@@ -267,7 +308,12 @@ class Renderer:
         return 4 * max(map(len, self._tokenizer.get_vocab()))
 
     def following(
-        self, messages: Sequence[Message], options: Options = None, *, ended: int | None, at_most: float = math.inf
+        self,
+        messages: Sequence[Message],
+        options: Options = None,
+        *,
+        ended: int | None,
+        at_most: float = math.inf,
     ) -> list[int]:
         """Return the tokens between a turn of the model and its next one, with `messages`.
 
@@ -292,7 +338,9 @@ class Renderer:
         if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
             return after[0]
         if eos is None:
-            raise DataError("the tokenizer has no end-of-sequence token: no response could ever end")
+            raise DataError(
+                "the tokenizer has no end-of-sequence token: no response could ever end"
+            )
         return eos
 
 
@@ -319,7 +367,9 @@ class PlainText(Renderer):
         return [ids if ids[:1] == bos else bos + ids for ids in token_ids]
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
-        if getattr(self._tokenizer, "placeholder", None) is not None and columns.keys() & set(PICTURES):
+        if getattr(self._tokenizer, "placeholder", None) is not None and columns.keys() & set(
+            PICTURES
+        ):
             raise ValueError("images need data.chat_template: true")
         return super().seen(columns)
 

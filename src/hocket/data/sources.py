@@ -49,7 +49,9 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     """Yield (place, columns) of at most `data.limit` rows, unchecked; .jsonl as bytes."""
     place = f"{data.source}/{data.split}"
     if data.kind:
-        rows: NumberedRows = enumerate(SOURCES.get(data.kind, f"{data.section}.source={data.source}: ")(data))
+        rows: NumberedRows = enumerate(
+            SOURCES.get(data.kind, f"{data.section}.source={data.source}: ")(data)
+        )
     else:
         path = Path(data.source).expanduser()
         place = str(path)
@@ -61,9 +63,13 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
                 advice = "unpack it"
             raise DataError(f"{data.section}.source={data.source} is none of {known}: {advice}")
         if not path.is_file():
-            raise DataError(f"{data.section}.source={data.source} is not a file; paths are relative to {Path.cwd()}")
+            raise DataError(
+                f"{data.section}.source={data.source} is not a file; paths are relative to {Path.cwd()}"
+            )
         rows = FILES[path.suffix](path)
-    return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, data.limit))
+    return (
+        (f"{place}:{number}", columns) for number, columns in itertools.islice(rows, data.limit)
+    )
 
 
 def identity(data: DataConfig, *, has_images: bool) -> str | None:
@@ -126,7 +132,9 @@ def _json(path: Path) -> NumberedRows:
     try:
         rows = parsed(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON: {error}; a file of one object per line ends in .jsonl") from error
+        raise DataError(
+            f"{path} is not valid JSON: {error}; a file of one object per line ends in .jsonl"
+        ) from error
     if not isinstance(rows, list):
         raise DataError(f"{path} must be a JSON list of objects, got {type(rows).__name__}")
     yield from enumerate(rows)
@@ -154,11 +162,15 @@ def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[st
             if twice:
                 raise DataError(f"{source} has two columns called {twice[0]!r}: rename one of them")
             kinds = {field.name: field.type for field in batch.schema}
-            others = {name: kind for name, kind in kinds.items() if _is_short(kind) or _JSON in str(kind)}
+            others = {
+                name: kind for name, kind in kinds.items() if _is_short(kind) or _JSON in str(kind)
+            }
             for row in batch.to_pylist(maps_as_pydicts="strict"):
                 yield row | {name: _decoded(row[name], kind) for name, kind in others.items()}
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{source} is not readable: {error}; write it again, with texts in UTF-8") from error
+        raise DataError(
+            f"{source} is not readable: {error}; write it again, with texts in UTF-8"
+        ) from error
 
 
 def _is_short(kind: Any) -> bool:
@@ -199,8 +211,14 @@ def sort(split: str, seed: int) -> Iterator[dict[str, Any]]:
         if rng.random() < _MISTAKES:
             i, j = rng.sample(range(len(response)), 2)
             response[i], response[j] = response[j], response[i]
-        if split_of("".join(answer)) == split:  # of the answer: no order of test letters is a training prompt
-            yield {"prompt": f"Sort: {''.join(letters)}", "answer": "".join(answer), "response": "".join(response)}
+        if (
+            split_of("".join(answer)) == split
+        ):  # of the answer: no order of test letters is a training prompt
+            yield {
+                "prompt": f"Sort: {''.join(letters)}",
+                "answer": "".join(answer),
+                "response": "".join(response),
+            }
 
 
 @TASKS.register("sort_down")

@@ -43,18 +43,28 @@ class PromptStream:
         prompts_per_step: float = 1,
     ) -> None:
         if not prompts:
-            raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
+            raise DataError(
+                "there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens"
+            )
         self.uses_pass_rates = curriculum.uses_pass_rates or retire_after > 0
         self._prompts = prompts
         self._curriculum = curriculum
-        self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": prompts.fingerprint}
+        self._identity = {
+            "seed": seed,
+            "num_prompts": len(prompts),
+            "fingerprint": prompts.fingerprint,
+        }
         self._measured = PassRates(len(prompts))
         self._retire_after = retire_after or math.inf
         self._prompts_per_step = prompts_per_step
         self._num_drawn = 0
-        self.number: Callable[[], int] = lambda: self._num_drawn  # of the next draw; a mixture counts all sources'
+        self.number: Callable[[], int] = lambda: (
+            self._num_drawn
+        )  # of the next draw; a mixture counts all sources'
         self._in_flight: dict[int, dict[str, Any]] = {}  # by number
-        self._again: collections.deque[int] = collections.deque()  # numbers to draw once more after a restore
+        self._again: collections.deque[int] = (
+            collections.deque()
+        )  # numbers to draw once more after a restore
         self._entries: list[dict[str, Any]] = []
         self._left_out: dict[int, tuple[str, str]] = {}  # index: (state, why)
         self._begin(0, *self._plan(0))
@@ -67,7 +77,12 @@ class PromptStream:
     def settle(self, number: int, outcome: PromptOutcome) -> None:
         """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""
         draw = self._in_flight.pop(number)
-        entry = {"draw": number, "epoch": draw["epoch"], "prompt": draw["prompt"], "state": outcome.state}
+        entry = {
+            "draw": number,
+            "epoch": draw["epoch"],
+            "prompt": draw["prompt"],
+            "state": outcome.state,
+        }
         if outcome.why:
             entry["why"] = outcome.why
         if outcome.pass_rate is not None:
@@ -103,7 +118,9 @@ class PromptStream:
         for key, value in self._identity.items():
             if state[key] != value:
                 changed = f"{key} of the prompts was {state[key]} and is {value} now"
-                raise DataError(f"can't resume: {changed}; use the same data and trainer.seed, or start a new run")
+                raise DataError(
+                    f"can't resume: {changed}; use the same data and trainer.seed, or start a new run"
+                )
         self._epoch = state["epoch"]
         self._position = state["position"]
         self._num_drawn = state["num_drawn"]
@@ -116,7 +133,10 @@ class PromptStream:
         self._recall(state["learnt"])
 
     def _learnt(self) -> dict[str, Any]:
-        return {"pass_rates": self._measured.state(), "curriculum": copy.deepcopy(self._curriculum.state())}
+        return {
+            "pass_rates": self._measured.state(),
+            "curriculum": copy.deepcopy(self._curriculum.state()),
+        }
 
     def _recall(self, learnt: Mapping[str, Any]) -> None:
         self._measured = PassRates(len(self._prompts), **learnt["pass_rates"])
@@ -136,7 +156,12 @@ class PromptStream:
         number = self.number()
         index = self._order[self._position]
         prompt = self._prompts[index].id
-        self._in_flight[number] = {"draw": number, "epoch": self._epoch, "index": index, "prompt": prompt}
+        self._in_flight[number] = {
+            "draw": number,
+            "epoch": self._epoch,
+            "index": index,
+            "prompt": prompt,
+        }
         self._num_drawn += 1
         self._position += 1
         return number
@@ -145,8 +170,12 @@ class PromptStream:
         """Return the indices to play, none if all are retired; and those left out: (state, reason)."""
         shuffled = list(range(len(self._prompts)))
         random.Random(f"{self._identity['seed']}:{epoch}").shuffle(shuffled)
-        members = [index for index in shuffled if self._measured.streaks[index] < self._retire_after]
-        out = dict.fromkeys(range(len(shuffled)), ("retired", f"solved {self._retire_after} times in a row"))
+        members = [
+            index for index in shuffled if self._measured.streaks[index] < self._retire_after
+        ]
+        out = dict.fromkeys(
+            range(len(shuffled)), ("retired", f"solved {self._retire_after} times in a row")
+        )
         if not members:
             return [], out
         plan = self._curriculum.plan(
@@ -156,9 +185,13 @@ class PromptStream:
         order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
         played = set(order)
         if len(played) < len(order) or not played.issubset(members):
-            raise DataError(f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()")
+            raise DataError(
+                f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()"
+            )
         if not played:
-            raise DataError(f"the curriculum {name} leaves out every prompt of epoch {epoch}; change its options")
+            raise DataError(
+                f"the curriculum {name} leaves out every prompt of epoch {epoch}; change its options"
+            )
         out |= {index: ("skipped", plan.why.get(index, f"left out by {name}")) for index in members}
         return order, {index: why for index, why in out.items() if index not in played}
 
@@ -173,8 +206,12 @@ class PromptStream:
             if before.get(index) != (state, why):
                 self._leave_out(index, state, why)
         for index in sorted(before.keys() - left_out.keys()):
-            self._entries.append({"epoch": epoch, "prompt": self._prompts[index].id, "state": "back"})
+            self._entries.append(
+                {"epoch": epoch, "prompt": self._prompts[index].id, "state": "back"}
+            )
 
     def _leave_out(self, index: int, state: str, why: str) -> None:
         self._left_out[index] = (state, why)
-        self._entries.append({"epoch": self._epoch, "prompt": self._prompts[index].id, "state": state, "why": why})
+        self._entries.append(
+            {"epoch": self._epoch, "prompt": self._prompts[index].id, "state": state, "why": why}
+        )

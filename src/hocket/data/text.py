@@ -8,7 +8,9 @@ BROKEN = "\ufffd"
 LONGEST = 4  # bytes of a character, and so tokens
 
 
-def turn_text(decode: Callable[..., str], prompt: Sequence[int], begun: int, token_ids: Sequence[int]) -> str:
+def turn_text(
+    decode: Callable[..., str], prompt: Sequence[int], begun: int, token_ids: Sequence[int]
+) -> str:
     """Return the text of a model's turn, without special tokens.
 
     `decode` is a tokenizer's. The turn has the last `begun` tokens of the prompt, and `token_ids`. A character that
@@ -21,7 +23,9 @@ def turn_text(decode: Callable[..., str], prompt: Sequence[int], begun: int, tok
 
 def without_special(decode: Callable[..., str]) -> Decode:
     """Return a tokenizer's decode that leaves special tokens out and spaces as they are."""
-    return lambda token_ids: decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return lambda token_ids: decode(
+        token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 def text_after(decode: Decode, before: Sequence[int], token_ids: Sequence[int]) -> str:
@@ -62,7 +66,9 @@ class TextStream:
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._context = list(before)  # tokens whose text is known
-        self._waiting: list[int] = []  # tokens after these; the last character of their text may still change
+        self._waiting: list[
+            int
+        ] = []  # tokens after these; the last character of their text may still change
         self._given = 0  # characters of that text
 
     def add(self, token: int) -> str:

@@ -20,7 +20,9 @@ def load(path: str, setting: str = "model.path") -> Any:
 
     check_is_model(path, setting)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # code of its own is never run
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False
+        )  # code of its own is never run
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
     unused = (tokenizer.pad_token_id, tokenizer.unk_token_id)  # transformers adds them
@@ -29,7 +31,9 @@ def load(path: str, setting: str = "model.path") -> Any:
     size = getattr(config.get_text_config(), "vocab_size", math.inf)
     largest = max((id_ for id_ in tokenizer.get_vocab().values() if id_ not in unused), default=-1)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ConfigError(f"{setting}={path} has no tokenizer: put the model's tokenizer.json beside its config.json")
+        raise ConfigError(
+            f"{setting}={path} has no tokenizer: put the model's tokenizer.json beside its config.json"
+        )
     if largest >= size:
         raise ConfigError(
             f"{setting}={path}: the tokenizer has ids up to {largest}, the model embeds only {size} tokens: "
@@ -90,7 +94,9 @@ def fingerprint(tokenizer: Any) -> str:
         content = backend.to_str()
     else:
         content = json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()], sort_keys=True)
-    special = json.dumps(sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()))
+    special = json.dumps(
+        sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items())
+    )
     return hashlib.sha256(f"{content}\n{special}".encode()).hexdigest()
 
 
@@ -148,7 +154,9 @@ def context_length(model: ModelConfig) -> int:
     if model.max_length is not None:
         return model.max_length
     if positions is None:
-        raise ConfigError(f"the config of {model.path} names no context length; set model.max_length")
+        raise ConfigError(
+            f"the config of {model.path} names no context length; set model.max_length"
+        )
     return positions
 
 
@@ -168,7 +176,9 @@ def check_positions(model: ModelConfig, setting: str = "model.path") -> int | No
     advice = f"lower model.max_length to {reach} or less"
     if rotary:
         factor = math.ceil(model.max_length / positions)
-        scaling = f"rope_type: yarn, factor: {factor}, original_max_position_embeddings: {positions}"
+        scaling = (
+            f"rope_type: yarn, factor: {factor}, original_max_position_embeddings: {positions}"
+        )
         advice += f", or scale its rotary positions: rope_parameters in config.json with {scaling}"
     beyond = f"model.max_length={model.max_length} is beyond the {reach} positions"
     raise ConfigError(f"{beyond} of {setting}={model.path}; {advice}")
@@ -184,7 +194,9 @@ def _rotary(config: Any) -> list[dict[str, Any]]:
 
 def _reach(rotary: dict[str, Any], positions: int) -> float:
     """Count the positions that scaling reaches, as vLLM does where the config's number is not scaled yet."""
-    if rotary["rope_type"] == "dynamic":  # from there on, the longest sequence of a row would turn all others
+    if (
+        rotary["rope_type"] == "dynamic"
+    ):  # from there on, the longest sequence of a row would turn all others
         return positions
     factor = rotary.get("factor") or 1.0
     original = rotary.get("original_max_position_embeddings")

@@ -18,7 +18,12 @@ from hocket.config import DataConfig
 from hocket.data.renderer import PICTURES, Images, Options, Renderer, ToolSchemas, renderer
 from hocket.types import Image, Message
 
-KEYS = ("image", "url", "path", "base64")  # of a part with its picture, as templates of transformers know them
+KEYS = (
+    "image",
+    "url",
+    "path",
+    "base64",
+)  # of a part with its picture, as templates of transformers know them
 PLACE = {"type": "image"}
 
 
@@ -31,7 +36,9 @@ class SeeingRenderer(Renderer):
     def __init__(self, data: DataConfig, tokenizer: Any, tools: ToolSchemas) -> None:
         from transformers import AutoProcessor
 
-        self._processor = AutoProcessor.from_pretrained(tokenizer.name_or_path, trust_remote_code=False)
+        self._processor = AutoProcessor.from_pretrained(
+            tokenizer.name_or_path, trust_remote_code=False
+        )
         self.placeholder: int = self._processor.image_token_id
         kind, _, rest = data.source.partition(":")
         self._folder = Path(data.source).expanduser().absolute().parent  # of a task this one
@@ -59,16 +66,26 @@ class SeeingRenderer(Renderer):
                 told[name] = [_message(one, inline[name]) for one in told[name]]
         given = [found for found in inline.values() if found.count(None) < len(found)]
         if given and (pictures or given != given[:1] * len(given)):
-            raise ValueError("it has several lists of pictures: leave one, or have 'chosen' and 'rejected' begin alike")
+            raise ValueError(
+                "it has several lists of pictures: leave one, or have 'chosen' and 'rejected' begin alike"
+            )
         if pictures and not any(inline.values()):
             for name in [asked] if asked in inline else inline:
                 first: Any = next((one for one in told[name] if one.get("role") == "user"), {})
                 if isinstance(first.get("content"), str):
-                    first["content"] = [*[PLACE] * len(pictures), {"type": "text", "text": first["content"]}]
+                    first["content"] = [
+                        *[PLACE] * len(pictures),
+                        {"type": "text", "text": first["content"]},
+                    ]
         return told, pictures or (given[0] if given else [])
 
     def expanded(
-        self, token_ids: list[int], pictures: Sequence[Any], before: Sequence[Image] = (), *, whole: bool = True
+        self,
+        token_ids: list[int],
+        pictures: Sequence[Any],
+        before: Sequence[Image] = (),
+        *,
+        whole: bool = True,
     ) -> tuple[list[int], Images]:
         """Return token ids with those of each picture in place of its placeholder, and the pictures.
 
@@ -79,7 +96,9 @@ class SeeingRenderer(Renderer):
         word = self._processor.image_token
         if len(places) > len(pictures) or (whole and len(places) < len(pictures)):
             what = f"{len(pictures)} images for {len(places)} places in the text as the chat template writes it"
-            raise ValueError(f"{what}: a part {PLACE} is a place, and {word} within a text must not be")
+            raise ValueError(
+                f"{what}: a part {PLACE} is a place, and {word} within a text must not be"
+            )
         ids = list[int]()
         images = list[Image]()
         files = [image.data for image in before]
@@ -91,13 +110,23 @@ class SeeingRenderer(Renderer):
             try:
                 data = file() if callable(file) else file
             except OSError as error:
-                raise ValueError(f"an image can't be read: {error}; paths are relative to {self._folder}") from error
+                raise ValueError(
+                    f"an image can't be read: {error}; paths are relative to {self._folder}"
+                ) from error
             files.append(data)
             shown = [[decoded(data)]]
-            tokens = self._processor(text=[word], images=shown, add_special_tokens=False)["input_ids"][0]
+            tokens = self._processor(text=[word], images=shown, add_special_tokens=False)[
+                "input_ids"
+            ][0]
             length = len(tokens)
             images.append(
-                Image(file=file, name=file_name(data), start=len(ids), length=length, placeholder=self.placeholder)
+                Image(
+                    file=file,
+                    name=file_name(data),
+                    start=len(ids),
+                    length=length,
+                    placeholder=self.placeholder,
+                )
             )
             ids += tokens
         check_all(files)
@@ -120,8 +149,13 @@ class SeeingRenderer(Renderer):
     def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
         """Render contents as lists: some templates of models that see take no others."""
         contents = [one.get("content") for one in messages]
-        parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents]
-        lists = [{**message, "content": content} for message, content in zip(messages, parts, strict=True)]
+        parts = [
+            [{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents
+        ]
+        lists = [
+            {**message, "content": content}
+            for message, content in zip(messages, parts, strict=True)
+        ]
         return super().render(lists, options, **more)
 
     def origin(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -145,16 +179,24 @@ class SeeingRenderer(Renderer):
                 return from_text(text) if text.startswith("data:") else fetched(text, *hosts)
             case PIL.Image.Image():
                 return png(picture)
-        raise ValueError(f"an image must be a path, a data URL, bytes or of Pillow, got {picture!r:.80}")
+        raise ValueError(
+            f"an image must be a path, a data URL, bytes or of Pillow, got {picture!r:.80}"
+        )
 
     def _path(self, picture: Any) -> Path | None:
         """Find an image in the data's folder; a symbolic link that leads out of it is the user's own."""
-        text = picture.get("path") if isinstance(picture, Mapping) and not picture.get("bytes") else picture
+        text = (
+            picture.get("path")
+            if isinstance(picture, Mapping) and not picture.get("bytes")
+            else picture
+        )
         if not isinstance(text, str) or text.startswith("data:") or "://" in text:
             return None
         path = Path(os.path.abspath(self._folder / text))
         if not path.is_relative_to(self._folder):
-            raise ValueError(f"the image {text!r:.80} is outside {self._folder}: put the data file above its images")
+            raise ValueError(
+                f"the image {text!r:.80} is outside {self._folder}: put the data file above its images"
+            )
         if path.exists() and not path.is_file():
             raise ValueError(f"the image {text!r:.80} is no file")
         return path
@@ -169,7 +211,9 @@ def _listed(value: Any) -> Sequence[Any]:
 def _message(message: Any, found: list[Any]) -> Any:
     """Return a message with PLACE for its pictures, which are added to those found; None: in the row's column."""
     if not isinstance(message, Mapping):
-        raise ValueError(f"a message must be {{'role': text, 'content': text}}, got {message!r:.80}")
+        raise ValueError(
+            f"a message must be {{'role': text, 'content': text}}, got {message!r:.80}"
+        )
     content = message.get("content")
     if not isinstance(content, list):
         return {**message}
@@ -184,6 +228,11 @@ def _message(message: Any, found: list[Any]) -> Any:
             case {"type": "image"}:
                 found.append(next((part[key] for key in KEYS if part.get(key) is not None), None))
             case _:
-                raise ValueError(f"a part of a message must be of type text, image or image_url, got {part!r:.80}")
+                raise ValueError(
+                    f"a part of a message must be of type text, image or image_url, got {part!r:.80}"
+                )
         parts.append(PLACE)
-    return {**message, "content": parts if PLACE in parts else "".join(part["text"] for part in parts)}
+    return {
+        **message,
+        "content": parts if PLACE in parts else "".join(part["text"] for part in parts),
+    }
