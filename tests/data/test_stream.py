@@ -1,3 +1,4 @@
+import doctest
 import json
 import random
 from collections import Counter
@@ -7,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
+from hocket.data import stream as stream_module
 from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Shuffle, Sorted
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
@@ -29,6 +31,11 @@ def ids(taken: dict[int, Prompt]) -> list[str]:
 
 def solved(rate: float) -> PromptOutcome:
     return PromptOutcome(state="trained", pass_rate=rate)
+
+
+def test_the_example_of_a_run_that_is_killed_within_an_epoch_holds() -> None:
+    failed, attempted = doctest.testmod(stream_module)
+    assert (failed, attempted) == (0, 12)
 
 
 def test_every_epoch_has_each_prompt_once_in_the_order_of_a_generator_seeded_by_seed_and_epoch() -> None:

@@ -52,7 +52,7 @@ class MixedStream(PromptStream):
         self._num_drawn = 0
         self._streams = streams
         for stream in streams.values():
-            stream.number = lambda: self._num_drawn
+            stream.next_number = lambda: self._num_drawn
         self._weights = weights
         self._seed = seed
         self._source_of = dict[int, str]()  # of the draws in flight
