@@ -117,7 +117,7 @@ class PromptStream:
         """
         prompts: dict[int, Prompt] = {}
         while len(prompts) < num_prompts:
-            number = self._draw()
+            number = self._draw_next()
             if number is None:
                 break
             prompts[number] = self._prompts[self._in_flight[number]["index"]]
@@ -199,7 +199,7 @@ class PromptStream:
         self._measured = PassRates(len(self._prompts), **learnt["pass_rates"])
         self._curriculum.restore(learnt["curriculum"])
 
-    def _draw(self) -> int | None:
+    def _draw_next(self) -> int | None:
         """Put the next prompt in flight. Returns its draw number, None once all are retired."""
         if self._repeats:
             return self._repeats.popleft()
