@@ -15,7 +15,7 @@ import PIL.Image
 
 from hocket.common.vision import Stored, check_all, decoded, fetched, file_name, from_text, png
 from hocket.config import DataConfig
-from hocket.data.renderer import PICTURES, Images, Options, Renderer, ToolSchemas, renderer
+from hocket.data.renderer import IMAGE_COLUMNS, Images, Options, Renderer, ToolSchemas, renderer
 from hocket.types import Image, Message
 
 KEYS = (
@@ -55,8 +55,8 @@ class SeeingRenderer(Renderer):
         Without a place they come before the text of the first user message, as in TRL.
         """
         asked = self._data.prompt_column
-        pictures = [*itertools.chain(*(_listed(columns.get(name)) for name in PICTURES))]
-        told = {name: value for name, value in columns.items() if name not in PICTURES}
+        pictures = [*itertools.chain(*(_listed(columns.get(name)) for name in IMAGE_COLUMNS))]
+        told = {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS}
         if pictures and isinstance(told.get(asked), str):
             told[asked] = [*self.chat(told[asked])]
         inline = dict[str, list[Any]]()
