@@ -1,6 +1,7 @@
 import doctest
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import numpy
 import pytest
 
-from hocket.data import stream as stream_module
+import hocket.data.mixture
+import hocket.data.text  # noqa: F401 - its example is run
 from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Shuffle, Sorted
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
@@ -33,9 +35,13 @@ def solved(rate: float) -> PromptOutcome:
     return PromptOutcome(state="trained", pass_rate=rate)
 
 
-def test_the_example_of_a_run_that_is_killed_within_an_epoch_holds() -> None:
-    failed, attempted = doctest.testmod(stream_module)
-    assert (failed, attempted) == (0, 12)
+@pytest.mark.parametrize("name", ["stream", "curriculum", "mixture", "text"])
+def test_the_examples_of_streams_and_curricula_hold(name: str) -> None:
+    results = doctest.testmod(sys.modules[f"hocket.data.{name}"])
+    if name == "curriculum":
+        CURRICULA.forget("shortest")
+    assert results.failed == 0
+    assert results.attempted > 0
 
 
 def test_every_epoch_has_each_prompt_once_in_the_order_of_a_generator_seeded_by_seed_and_epoch() -> None:
