@@ -251,15 +251,16 @@ class Renderer:
     def expanded(
         self,
         token_ids: list[int],
-        pictures: Sequence[Any],
+        raw_images: Sequence[Any],
         before: Sequence[Image] = (),
         *,
         whole: bool = True,
     ) -> tuple[list[int], Images]:
         """Put each image's tokens in the place of its placeholder. Returns the ids and the images.
 
-        pictures: images as `seen` and `observed` return them. before: the images of the sequence
-        before `token_ids`. whole: whether `token_ids` must have a placeholder for every image.
+        raw_images: images as `seen` and `observed` return them. before: the images of the
+        sequence before `token_ids`. whole: False if the ids may be only a prefix, which has
+        placeholders for the first images.
         """
         return token_ids, ()
 
