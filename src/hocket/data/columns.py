@@ -117,7 +117,7 @@ def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
     if answer_column not in columns:
         answer_column = "answer"
 
-    # Chats are checked, and lose their training marks.
+    # A column that is text or null stays. Chats are checked, and lose their training marks.
     sample = dict(columns)
     for name in (prompt_column, "messages"):
         if not isinstance(columns.get(name), str | None):
@@ -146,6 +146,7 @@ def as_answer(value: Any, name: str) -> str:
     72.0 becomes "72": pandas makes floats of all numbers in a column that has a null. Raise
     ValueError if it is neither text nor a number.
     """
+    # A table may have a column of dates: they become text, as in 2026-01-31.
     value = _without_numpy(value)
     if type(value) is datetime.date:
         value = value.isoformat()
@@ -156,6 +157,7 @@ def as_answer(value: Any, name: str) -> str:
             raise ValueError(f"column {name!r} is empty")
         return value
 
+    # A bool is an int in Python, but no number in an answer.
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         fact = f"column {name!r} must be text or a number, got {value!r:.80}"
@@ -169,6 +171,7 @@ def as_answer(value: Any, name: str) -> str:
         raise ValueError(
             f"column {name!r} is {value!r}, a float that may have lost digits: write it as text"
         )
+    # Write it without an exponent, trailing zeros or "-0": models answer with plain digits.
     digits = f"{Decimal(str(value)):f}"
     if "." in digits:
         digits = digits.rstrip("0").rstrip(".")
@@ -213,10 +216,11 @@ def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> li
         raise ValueError(
             f"column {name!r} must be text or a list of messages, got {messages!r:.80}"
         )
-    return [
-        _checked(message, f"message {number} of column {name!r}", name, contents)
-        for number, message in enumerate(messages)
-    ]
+    sound = []
+    for number, message in enumerate(messages):
+        place = f"message {number} of column {name!r}"
+        sound.append(_checked(message, place, name, contents))
+    return sound
 
 
 def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) -> Message:
@@ -225,6 +229,7 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
     if "role" not in message and {"from", "value"} <= message.keys():
         advice = "rename 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
         raise ValueError(f"{_no_message(message, place)}: {advice}")
+    # The marks are read from the message itself, at the end.
     fields = {key: value for key, value in message.items() if key not in MARKS}
     role = fields.get("role")
     if role == "assistant":
@@ -302,11 +307,13 @@ def _without_numpy(value: Any) -> Any:
         return {key: _without_numpy(part) for key, part in value.items()}
     if getattr(value, "shape", None) == () and str(value.dtype).startswith("float"):
         return float(str(value))  # a float32's 0.1, not 0.10000000149011612
+    # Other numbers of numpy, and arrays.
     return _without_numpy(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _chat_in(text: str, name: str) -> Any:
     """Return the chat that a text holds as JSON, as in CSV files; other text stays as it is."""
+    # A text that only looks like a list must stay text: it needs a role, too.
     bare = text.strip()
     if not (bare.startswith("[") and bare.endswith("]") and _ROLE.search(bare)):
         return text
@@ -337,6 +344,7 @@ def _message(message: Any) -> Any:
             message["tool_calls"] = json.loads(message["tool_calls"])
     if not message.get("tool_calls", True):
         del message["tool_calls"]
+    # Parts that are all text are one text: templates of models without images read only that.
     content = message.get("content")
     if isinstance(content, list) and content and all(map(_is_text, content)):
         message["content"] = "".join(part["text"] for part in content)

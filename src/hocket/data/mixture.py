@@ -28,6 +28,7 @@ def unlike(
     tested: the keys (`Prompts.keys`) of the held-out prompts. exclude: whether these are dropped
     from the training prompts. Raise DataError if a source has no others.
     """
+    # Compare over all sources: two of them may have the same prompt.
     keys_of = {name: prompts.keys() for name, prompts in sources.items()}
     all_keys: list[str] = []
     for keys in keys_of.values():
@@ -43,6 +44,8 @@ def unlike(
             f"{num_tested:,} of {len(all_keys):,} training prompts are held-out ones, too: {action}"
         )
 
+    # Select from the sources that have held-out prompts. The others stay as they are, and with
+    # them the fingerprints that a resumed run compares.
     remaining = dict(sources)
     if not exclude:
         return remaining
@@ -81,6 +84,7 @@ class MixedStream(PromptStream):
     ) -> None:
         self._num_drawn = 0
         self._streams = streams
+        # The streams take their numbers from here.
         for stream in streams.values():
             stream.next_number = lambda: self._num_drawn
         self._weights = weights
@@ -104,7 +108,7 @@ class MixedStream(PromptStream):
             source = self._source_of[self._repeats.popleft()]
             return self._streams[source].take(1)
 
-        # An exhausted source leaves its draw to the others.
+        # The generator is seeded by the number of the draw, so checkpoints need not have it.
         rng = random.Random(f"{self._seed}:source:{self._num_drawn}")
         weights = dict(self._weights)
         while weights:
@@ -114,7 +118,7 @@ class MixedStream(PromptStream):
                 self._source_of[self._num_drawn] = source
                 self._num_drawn += 1
                 return draw
-            del weights[source]
+            del weights[source]  # exhausted: it leaves its draw to the others
         return {}
 
     def settle(self, number: int, outcome: PromptOutcome) -> None:
@@ -141,6 +145,7 @@ class MixedStream(PromptStream):
         self._num_drawn = state["num_drawn"]
         for source, stream in self._streams.items():
             stream.restore(state["sources"][source])
+            # Each stream repeats its own draws in flight; here they are put in order over all.
             for draw in state["sources"][source]["in_flight"]:
                 self._source_of[draw["draw"]] = source
         self._repeats = collections.deque(sorted(self._source_of))

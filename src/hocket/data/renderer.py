@@ -168,6 +168,8 @@ class Renderer:
             if not value.strip():
                 raise ValueError(f"column {name!r} is empty")
             return self.asked(value, **options)
+
+        # A chat: it must end where the model is to go on.
         messages = self.introduced(checked(value, name, self.contents))
         if messages[-1]["role"] == "assistant":
             raise ValueError(
@@ -191,6 +193,7 @@ class Renderer:
         if system_prompt is None:
             return messages
         first: Message = {"role": "system", "content": system_prompt}
+        # Templates render one system message, or refuse a second one: the row's own has precedence.
         present = [message for message in messages if message["role"] in ("system", "developer")]
         if not present:
             return [first, *messages]
@@ -224,11 +227,8 @@ class Renderer:
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
         """Match any special token; nothing if the tokenizer has none."""
-        spellings = [
-            re.escape(token.content)
-            for token in self._tokenizer.added_tokens_decoder.values()
-            if token.special
-        ]
+        tokens = self._tokenizer.added_tokens_decoder.values()
+        spellings = [re.escape(token.content) for token in tokens if token.special]
         return re.compile("|".join(spellings) or r"\Z.")
 
     # Images: here there are none; hocket.data.vision overrides these methods.
@@ -309,6 +309,7 @@ class Renderer:
         `more` are arguments of the tokenizer's `apply_chat_template`. Raise ValueError if the
         template refuses the messages, or leaves out tools or a system message.
         """
+        # Contents come from rows and environments: they may spell special tokens.
         for message in messages:
             self.notice(text_of(message.get("content") or ""))
         arguments: dict[str, Any] = {
@@ -317,6 +318,7 @@ class Renderer:
             "tokenize": False,
             "strftime_now": DAY.strftime,
         }
+        # The caller's arguments win over template options, and these over the defaults.
         arguments.update(self._data.template_options if options is None else options)
         arguments.update(more)
         readable = [_for_template(message) for message in messages]
@@ -359,6 +361,7 @@ class Renderer:
 
         Such a template ignores `add_generation_prompt`. "" if there is no such text.
         """
+        # Render the question with and without an opened answer, and with a whole one.
         try:
             prompt = self.render(EXCHANGE[:1])
             question = self.render(EXCHANGE[:1], add_generation_prompt=False)
@@ -396,6 +399,7 @@ class Renderer:
         if not probe:
             raise ValueError("the chat template does not show what the model said before")
         (token_ids,) = self.encode([after], at_most=at_most)
+        # The model has sampled its end of turn already.
         return token_ids[1:] if token_ids[:1] == [ended] else token_ids
 
     @functools.cached_property
@@ -406,6 +410,7 @@ class Renderer:
     def end_of_turn(self) -> int:
         """Return the token that ends an answer: the chat template's, else the tokenizer's EOS."""
         eos: int | None = self._tokenizer.eos_token_id
+        # The first token after an answer ends it if it is a special one, which decodes to "".
         after = self.encode([self.after_turn])[0][:1]
         if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
             return after[0]
@@ -433,6 +438,7 @@ class PlainText(Renderer):
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of prompts, each begun by the tokenizer's BOS if it adds one."""
+        # An empty text shows whether the tokenizer adds BOS. A row may have written it already.
         encoded = self.encode(texts)
         bos = [self._tokenizer.bos_token_id]
         if self._tokenizer("")["input_ids"][:1] != bos:

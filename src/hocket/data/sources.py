@@ -67,6 +67,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
 def _file_rows(path: Path, data: DataConfig) -> NumberedRows:
     setting = f"{data.section}.source={data.source}"
     if path.suffix not in FILES:
+        # List all that a source may be.
         names = [f"file{suffix}" for suffix in FILES]
         names += [f"{name}:NAME" for name in sorted(SOURCES.names)]
         advice = "convert it; a name on the hub needs hf:"
@@ -80,6 +81,7 @@ def _file_rows(path: Path, data: DataConfig) -> NumberedRows:
 
 def identity(data: DataConfig, *, has_images: bool) -> str | None:
     """Make a cache key from a source's content. None: the source is not worth a cache."""
+    # A row with images is slow to prepare, however small its file is.
     small = 0 if has_images else SMALL
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
@@ -129,6 +131,7 @@ def _loaded(source: str, split: str) -> Any:
 
     _, _, name = source.partition(":")
     name, _, subset = name.partition(":")
+    # A folder that `save_to_disk` wrote is loaded otherwise than one of data files.
     folder = Path(name).expanduser()
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         loaded = datasets.load_from_disk(str(folder))

@@ -42,9 +42,11 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """Find the special token that the template writes after an answer; None if there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
+    # Try contents as text, then as lists of parts.
     after = _after_probe(tokenizer, EXCHANGE)
     if not after:
         after = _after_probe(tokenizer, [in_parts(message) for message in EXCHANGE])
+    # Decoding leaves special tokens out, so the first token is one if nothing is left of it.
     token_ids: list[int] = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
     if token_ids and tokenizer.decode(token_ids, skip_special_tokens=True) == "":
         return token_ids[0]

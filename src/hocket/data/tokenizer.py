@@ -39,6 +39,7 @@ def load(path: str, setting: str = "model.path") -> Any:
             "put the model's tokenizer.json beside its config.json"
         )
 
+    # An id beyond the embedding would fail only on the GPU, in the middle of a batch.
     # Padding and unknown tokens don't count: transformers may have added them.
     added = (tokenizer.pad_token_id, tokenizer.unk_token_id)
     largest = max((id_ for id_ in vocabulary.values() if id_ not in added), default=-1)
@@ -57,6 +58,7 @@ def check_is_model(path: str, setting: str) -> None:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
+    # A folder: it must be a model's, not an adapter's or a checkpoint's.
     folder = Path(path)
     if folder.exists():
         kind = kind_of(folder)
@@ -66,6 +68,8 @@ def check_is_model(path: str, setting: str) -> None:
         if kind != "model":
             raise ConfigError(f"{setting}={path} is no model: it has no config.json")
         return
+
+    # No folder: it must be the name of a model in the hub's cache, or on the hub.
     missing = f"{setting}={path}: there is no such folder (paths are relative to {Path.cwd()})"
     try:
         if try_to_load_from_cache(path, "config.json") is None:
@@ -83,13 +87,13 @@ def check_is_model(path: str, setting: str) -> None:
         ) from error
 
 
-def check_same_ids(tokenizer: Any, what: str, model: ModelConfig) -> None:
-    """Raise ConfigError if the tokenizer of `what` has other tokens for ids of the model's."""
+def check_same_ids(tokenizer: Any, subject: str, model: ModelConfig) -> None:
+    """Raise ConfigError if the tokenizer of `subject` has other tokens for ids of the model's."""
     tokens = {id_: token for token, id_ in tokenizer.get_vocab().items()}
     for token, id_ in load(model.path).get_vocab().items():
         if tokens.get(id_, token) != token:
             raise ConfigError(
-                f"{what} has another vocabulary than model.path={model.path}: "
+                f"{subject} has another vocabulary than model.path={model.path}: "
                 "the same ids are other tokens; name one with the same tokenizer"
             )
 
@@ -193,6 +197,7 @@ def check_positions(model: ModelConfig, setting: str = "model.path") -> int | No
     reach: float = positions
     for parameters in rotary:
         reach = max(reach, _reach(parameters, positions))
+    # ALiBi has no table of positions, so any length will do.
     if model.max_length is None or model.max_length <= reach or getattr(config, "alibi", False):
         return positions
 

@@ -42,11 +42,12 @@ class SeeingRenderer(Renderer):
         self.placeholder: int = self._processor.image_token_id
         # Paths of images are relative to the data file. A built-in task takes the current folder.
         self._folder = Path(data.source).expanduser().absolute().parent
-        kind, _, rest = data.source.partition(":")
+        kind, _, name = data.source.partition(":")
         if kind == "hf":
             import datasets
 
-            folder = Path(rest.partition(":")[0]).expanduser().absolute()
+            folder = Path(name.partition(":")[0]).expanduser().absolute()
+            # A data set of the hub has its image files in the cache.
             self._folder = folder if folder.exists() else Path(datasets.config.HF_CACHE_HOME)
         super().__init__(data, tokenizer, tools)
 
@@ -57,20 +58,24 @@ class SeeingRenderer(Renderer):
         message, as in TRL. Raise ValueError if a row has several lists of images.
         """
         prompt_column = self._data.prompt_column
-        rest = {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS}
+        remaining = {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS}
+
+        # Images in columns of their own. A text with such images becomes a chat: only the chat
+        # template writes placeholders.
         in_columns: list[Any] = []
         for name in IMAGE_COLUMNS:
             in_columns += _listed(columns.get(name))
-        if in_columns and isinstance(rest.get(prompt_column), str):
-            rest[prompt_column] = list(self.chat(rest[prompt_column]))
+        if in_columns and isinstance(remaining.get(prompt_column), str):
+            remaining[prompt_column] = list(self.chat(remaining[prompt_column]))
 
         # Put PLACE for the images in messages. An entry of `inline` is None where a part only
         # marks the place of an image that is in a column.
         inline: dict[str, list[Any]] = {}
         for name in (prompt_column, "messages", self._data.response_column, "chosen", "rejected"):
-            if name not in inline and isinstance(rest.get(name), list):
+            if name not in inline and isinstance(remaining.get(name), list):
                 inline[name] = []
-                rest[name] = [_with_places(message, inline[name]) for message in rest[name]]
+                messages = remaining[name]
+                remaining[name] = [_with_places(message, inline[name]) for message in messages]
 
         # Several columns may show the same images, as `chosen` and `rejected` do.
         lists = [images for images in inline.values() if images.count(None) < len(images)]
@@ -81,10 +86,10 @@ class SeeingRenderer(Renderer):
             )
         if in_columns and not any(inline.values()):
             for name in [prompt_column] if prompt_column in inline else list(inline):
-                _put_first(rest[name], len(in_columns))
+                _put_first(remaining[name], len(in_columns))
         if in_columns:
-            return rest, in_columns
-        return rest, lists[0] if lists else []
+            return remaining, in_columns
+        return remaining, lists[0] if lists else []
 
     def expanded(
         self,
@@ -100,6 +105,7 @@ class SeeingRenderer(Renderer):
         a prefix, which has placeholders for the first images. Raise ValueError if an image is
         missing or broken, or if there are too many together with those before.
         """
+        # Every placeholder token is the place of an image, in order.
         places = [index for index, token in enumerate(token_ids) if token == self.placeholder]
         word = self._processor.image_token
         if len(places) > len(raw_images) or (whole and len(places) < len(raw_images)):
@@ -113,8 +119,11 @@ class SeeingRenderer(Renderer):
         files = [image.data for image in before]
         end = 0  # the tokens up to here are in `ids`
         for place, raw_image in zip(places, raw_images, strict=False):
+            # Copy the text before the placeholder, and leave the placeholder out.
             ids += token_ids[end:place]
             end = place + 1
+
+            # The processor knows how many tokens an image of this size has.
             file = self._file(raw_image)
             data = self._read(file)
             files.append(data)
@@ -131,6 +140,8 @@ class SeeingRenderer(Renderer):
             )
             images.append(image)
             ids += tokens
+
+        # Their number and size are limited over the whole sequence, as servers limit them.
         check_all(files)
         return ids + token_ids[end:], tuple(images)
 
@@ -214,6 +225,8 @@ class SeeingRenderer(Renderer):
             text = raw_image.get("path")
         if not isinstance(text, str) or text.startswith("data:") or "://" in text:
             return None
+        # Not resolved, so that a link within the folder counts as within. A row must not read
+        # other files of the machine by "..".
         path = Path(os.path.abspath(self._folder / text))
         if not path.is_relative_to(self._folder):
             raise ValueError(
@@ -270,6 +283,7 @@ def _with_places(message: Any, raw_images: list[Any]) -> Any:
                     f"got {part!r:.80}"
                 )
         parts.append(PLACE)
+    # Without images a message is plain text again.
     if PLACE in parts:
         return dict(message) | {"content": parts}
     return dict(message) | {"content": "".join(part["text"] for part in parts)}
