@@ -11,7 +11,7 @@ EXCHANGE = (QUESTION, {"role": "assistant", "content": PROBE})
 SYSTEM = {"role": "system", "content": PROBE}
 
 
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
     """Render messages as text. Raise ValueError if the template refuses them.
 
     `options` are arguments of the tokenizer's `apply_chat_template`.
