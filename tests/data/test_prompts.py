@@ -131,8 +131,8 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, wri
         ({"prompt": [{"role": "judge", "content": "x"}], "answer": "y"}, "the chat template refuses the messages"),
         ({"prompt": "x", "answer": True}, "column 'answer' must be text or a number, got True"),
         ({"prompt": "x", "answer": ""}, "column 'answer' is empty"),
-        ({"prompt": "x", "answer": "y", "image": "x.png"}, "column 'image' has pictures, and the model takes none"),
-        ({"prompt": "x", "answer": "y", "images": [None, {"bytes": ""}]}, "'images' has pictures, and the model takes"),
+        ({"prompt": "x", "answer": "y", "image": "x.png"}, "column 'image' has images, and the model takes none"),
+        ({"prompt": "x", "answer": "y", "images": [None, {"bytes": ""}]}, "'images' has images, and the model takes"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tokenizer: Any, write_jsonl: Write, row: Any, what: str) -> None:
@@ -266,6 +266,12 @@ def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_
             rendering.encode(["short", text], at_most=5)
     with pytest.raises(TooLongError):
         rendering.following([user("x" * 300)], ended=None, at_most=5)
+
+
+def test_the_example_of_a_renderer_makes_the_prompt_that_loading_makes(tokenizer: Any, write_jsonl: Write) -> None:
+    names = {"Renderer": Renderer, "DataConfig": DataConfig, "Prompt": Prompt, "tokenizer": tokenizer}
+    exec(shown(renderer_module, 'renderer = Renderer(DataConfig(source="rows.jsonl")'), names)
+    assert [names["prompt"]] == list(load(write_jsonl({"prompt": "1 + 1 = ?", "answer": "2"}), tokenizer))
 
 
 def test_a_renderer_of_one_s_own_is_named_by_the_setting_with_its_options(tmp_path: Path) -> None:

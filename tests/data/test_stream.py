@@ -1,5 +1,7 @@
+import doctest
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import numpy
 import pytest
 
+import hocket.data.mixture
+import hocket.data.text  # noqa: F401 - its example is run
 from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Shuffle, Sorted
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
@@ -29,6 +33,15 @@ def ids(taken: dict[int, Prompt]) -> list[str]:
 
 def solved(rate: float) -> PromptOutcome:
     return PromptOutcome(state="trained", pass_rate=rate)
+
+
+@pytest.mark.parametrize("name", ["stream", "curriculum", "mixture", "text"])
+def test_the_examples_of_streams_and_curricula_hold(name: str) -> None:
+    results = doctest.testmod(sys.modules[f"hocket.data.{name}"])
+    if name == "curriculum":
+        CURRICULA.forget("shortest")
+    assert results.failed == 0
+    assert results.attempted > 0
 
 
 def test_every_epoch_has_each_prompt_once_in_the_order_of_a_generator_seeded_by_seed_and_epoch() -> None:

@@ -58,8 +58,8 @@ def test_a_template_that_hides_tools_is_refused_for_environments_and_rows(text: 
     with pytest.raises(DataError, match="does not show the model its tools"):
         make(text, [TOOL])
     with pytest.raises(ValueError, match="does not show the model its tools"):
-        make(text).render([template.ASKED], tools=[TOOL])
-    assert "add" in make(STOCK, [TOOL]).render([template.ASKED])
+        make(text).render([template.QUESTION], tools=[TOOL])
+    assert "add" in make(STOCK, [TOOL]).render([template.QUESTION])
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_template_that_has_no_place_for_a_system_message_is_refused_where_ther
         make(text, system_prompt="Be brief.")
     renderer = make(text)
     with pytest.raises(ValueError, match=words):
-        renderer.render([template.SYSTEM, template.ASKED])
-    assert "?" in renderer.render([template.ASKED])
+        renderer.render([template.SYSTEM, template.QUESTION])
+    assert "?" in renderer.render([template.QUESTION])
     assert "Be brief." in make(TEMPLATES["Qwen3"], system_prompt="Be brief.").asked("?")[0]
 
 

@@ -172,7 +172,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too many": ({"prompt": [seen(PLACE)], "images": ["red.png"] * 2}, "2 images for 1 places"),
     "none": ({"prompt": [seen(PLACE)]}, "0 images for 1 places"),
     "a word": ({"prompt": "an <image> here", "image": "red.png"}, "<image> within a text must not be"),
-    "both": ({"prompt": [seen(INLINE)], "image": "red.png"}, "it has several lists of pictures: leave one"),
+    "both": ({"prompt": [seen(INLINE)], "image": "red.png"}, "it has several lists of images: leave one"),
     "a video": ({"prompt": [seen({"type": "video", "video": "a.mp4"})]}, "must be of type text, image or image_url"),
     "a part that is text": ({"prompt": [seen("red.png")]}, "must be of type text, image or image_url, got 'red.png'"),
     "no messages": ({"prompt": [{"role": "user"}], "image": "red.png"}, "must be {'role': text, 'content': text}"),

@@ -1,4 +1,4 @@
-"""Prompts: read, checked and rendered once, drawn in the order of a curriculum, and accounted for in a ledger."""
+"""Prompts: read, checked and rendered once, drawn as a curriculum orders, each draw tracked."""
 
 from hocket.data.curriculum import Candidates, Curriculum, EpochPlan, curriculum
 

@@ -1,7 +1,7 @@
-"""Read the columns of a row as tools write them: JSON, Arrow and pandas, numpy, the hub's chats.
+"""Read the columns of a row, whichever tool wrote them: JSON, Arrow, pandas, numpy, hub chats.
 
-What is read is plain Python: text, or a chat without the nulls with which tables fill its messages. All other columns
-stay as they are.
+The columns that hold a text or a chat become plain Python: text, or a list of messages without
+the nulls with which tables fill them. All other columns stay as they are.
 """
 
 import contextlib
@@ -17,25 +17,20 @@ from hocket.config import DataConfig
 from hocket.types import Message
 
 LINE = "a line is one object in UTF-8, without a comma; a list of objects is a .json file"
-MARKS = (
-    "weight",
-    "train",
-    "training",
-    "trainable",
-    "loss",
-    "loss_mask",
-)  # of a turn: is it taught?
-WRONG_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
+# Keys that data sets use to mark whether a turn is taught (1) or only shown (0).
+MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+WRONG_ROLES = {"human": "user", "gpt": "assistant"}  # the roles of ShareGPT's format
 ROLES = ("system", "user", "assistant", "tool")
-MOST_EXACT = 2**53  # above, a float does not hold every whole number
-_HALF = re.compile("[\ud800-\udfff]")
+MOST_EXACT = 2**53  # above this number a float can't hold every whole number
+_HALF = re.compile("[\ud800-\udfff]")  # a surrogate: half of a character in UTF-16
 _ROLE = re.compile(r"""['"](role|from)['"]\s*:""")
 
 
 def columns_of(row: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return a row's columns, those of these names read as text or chats.
+    """Return a row's columns by name. Those in `names` are read as texts or chats.
 
-    `row`: a line of JSON as bytes, or a mapping. Raise ValueError for another, and for half a character.
+    row: a line of JSON as bytes, or a mapping. Raise ValueError if it is neither, or if a text
+    has half a character.
     """
     columns = row
     try:
@@ -48,118 +43,135 @@ def columns_of(row: Any, names: Collection[str]) -> dict[str, Any]:
     columns = dict(columns)
     for name in columns:
         if name in names:
-            columns[name] = _read(columns[name], name)
+            columns[name] = _text_or_chat(columns[name], name)
     return columns
 
 
 def parsed(text: bytes) -> Any:
-    """Parse JSON. Raise ValueError where it is none, or an object has a key twice."""
+    """Parse JSON. Raise ValueError if it is not valid, or if an object has a key twice."""
     return json.loads(text, object_pairs_hook=_object)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    """Make a JSON object of its pairs. Raise ValueError if a key stands twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} stands twice in one object: leave one")
-    return made
+    return values
 
 
 def column(columns: Mapping[str, Any], data: DataConfig, setting: str, hint: str = "") -> Any:
-    """Return the column that a setting names. Raise ValueError without it."""
+    """Return the value of the column that a setting names. Raise ValueError if it is missing.
+
+    hint: what else the setting may be, for the error.
+    """
     name = getattr(data, setting)
     if name not in columns:
-        there = ", ".join(map(repr, columns))
+        names = ", ".join(map(repr, columns))
         raise ValueError(
-            f"no column {name!r}, only {there}: set {data.section}.{setting} to one of these{hint}"
+            f"no column {name!r}, only {names}: set {data.section}.{setting} to one of these{hint}"
         )
     return columns[name]
 
 
 def answer_of(columns: Mapping[str, Any], data: DataConfig) -> str | None:
-    """Return a row's answer, cut out by data.answer_pattern; None without data.answer_column."""
+    """Return a row's answer as text, cut out by data.answer_pattern.
+
+    None without data.answer_column. Raise ValueError if the pattern finds nothing.
+    """
     name = data.answer_column
     if name is None:
         return None
-    answer = as_answer(
-        column(columns, data, "answer_column", ", or to null where there is no answer"), name
-    )
+    value = column(columns, data, "answer_column", ", or to null where there is no answer")
+    answer = as_answer(value, name)
     if data.answer_pattern is None:
         return answer
-    cut = cut_out(answer, data.answer_pattern)
-    if not cut:
-        fact = f"{data.section}.answer_pattern {data.answer_pattern.pattern!r} finds no answer in column {name!r}"
-        raise ValueError(f"{fact}: {answer!r:.80}")
-    return cut
+    match = cut_out(answer, data.answer_pattern)
+    if not match:
+        raise ValueError(
+            f"{data.section}.answer_pattern {data.answer_pattern.pattern!r} finds no answer in "
+            f"column {name!r}: {answer!r:.80}"
+        )
+    return match
 
 
 def cut_out(answer: str, pattern: re.Pattern[str]) -> str:
-    """Return group 1 of the pattern, without spaces around it; "" where there is none."""
+    """Return group 1 of the pattern's first match, without the spaces around it. "" if none."""
     match = pattern.search(answer)
     return (match[1] or "").strip() if match else ""
 
 
 def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
-    """Return a row with a completion as a run writes them: it has the columns of a section, or `prompt` and `answer`.
+    """Read a prompt with its completion, and return it as a run writes its rollouts.
 
-    An answer in which data.answer_pattern finds nothing is taken for one that is cut out already.
+    The row has the columns that the section names, or else `prompt` and `answer`. If
+    data.answer_pattern finds nothing in an answer, it is taken to be cut out already.
     """
-    asked = data.prompt_column
-    answered = data.answer_column or "answer"
-    columns = columns_of(row, {asked, "prompt", "messages"})
-    asked = asked if asked in columns else "prompt"
-    answered = answered if answered in columns else "answer"
+    prompt_column = data.prompt_column
+    answer_column = data.answer_column or "answer"
+    columns = columns_of(row, {prompt_column, "prompt", "messages"})
+    if prompt_column not in columns:
+        prompt_column = "prompt"
+    if answer_column not in columns:
+        answer_column = "answer"
+
+    # A column that is text or null stays. Chats are checked, and lose their training marks.
     sample = dict(columns)
-    for name in (asked, "messages"):
+    for name in (prompt_column, "messages"):
         if not isinstance(columns.get(name), str | None):
-            sample[name] = [
-                unmarked(message) for message in checked(columns[name], name, (str, list))
-            ]
-    sample["prompt"] = sample.get(asked)
-    answer = columns.get(answered)
+            messages = checked(columns[name], name, (str, list))
+            sample[name] = [unmarked(message) for message in messages]
+    sample["prompt"] = sample.get(prompt_column)
+
+    answer = columns.get(answer_column)
     if answer is not None:
-        answer = as_answer(answer, answered)
+        answer = as_answer(answer, answer_column)
         if data.answer_pattern is not None:
             answer = cut_out(answer, data.answer_pattern) or answer
-    used = (asked, answered, "messages", "completion")
-    meta = {name: value for name, value in columns.items() if name not in used}
-    return {
-        **sample,
+
+    used = (prompt_column, answer_column, "messages", "completion")
+    return sample | {
         "answer": answer,
-        "meta": meta,
+        "meta": {name: value for name, value in columns.items() if name not in used},
         "parts": {"env": columns.get("reward")},
         "failed": None,
     }
 
 
 def as_answer(value: Any, name: str) -> str:
-    """Return an answer as text, a number in digits.
+    """Return an answer in column `name` as text; a number is written in digits.
 
-    72.0 is 72, as pandas makes floats of all numbers in a column with a null. Raise ValueError for what is neither.
+    72.0 becomes "72": pandas makes floats of all numbers in a column that has a null. Raise
+    ValueError if it is neither text nor a number.
     """
-    value = _plain(value)
+    # A table may have a column of dates: they become text, as in 2026-01-31.
+    value = _without_numpy(value)
     if type(value) is datetime.date:
         value = value.isoformat()
-    is_number = (
-        isinstance(value, int | float | Decimal)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
-    if not isinstance(value, str) and not is_number:
-        fact = f"column {name!r} must be text or a number, got {value!r:.80}"
-        if isinstance(value, datetime.datetime):
-            fact += ", which `datasets` makes of text in JSON, too: name the .jsonl file itself without hf:"
-        raise ValueError(f"{fact}; write it as text, or remove the row")
+
     if isinstance(value, str):
         check_characters(value, f"column {name!r}")
         if not value.strip():
             raise ValueError(f"column {name!r} is empty")
         return value
+
+    # A bool is an int in Python, but no number in an answer.
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        fact = f"column {name!r} must be text or a number, got {value!r:.80}"
+        if isinstance(value, datetime.datetime):
+            fact += (
+                ", which `datasets` makes of text in JSON, too: "
+                "name the .jsonl file itself without hf:"
+            )
+        raise ValueError(f"{fact}; write it as text, or remove the row")
     if isinstance(value, float) and abs(value) > MOST_EXACT:
         raise ValueError(
             f"column {name!r} is {value!r}, a float that may have lost digits: write it as text"
         )
+    # Write it without an exponent, trailing zeros or "-0": models answer with plain digits.
     digits = f"{Decimal(str(value)):f}"
     if "." in digits:
         digits = digits.rstrip("0").rstrip(".")
@@ -167,13 +179,20 @@ def as_answer(value: Any, name: str) -> str:
 
 
 def check_characters(value: Any, place: str) -> None:
-    """Raise ValueError for half a character in any text of a value."""
-    if isinstance(value, str) and (half := _HALF.search(value)):
-        fact = f"{place} has half a character, {half[0]!r}, at place {half.start()}"
-        raise ValueError(f"{fact}: another program has cut an emoji or the like; repair the text")
-    if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple):
+    """Raise ValueError if a text in `value` has half a character. `place` names it in the error."""
+    if isinstance(value, str):
+        half = _HALF.search(value)
+        if half:
+            raise ValueError(
+                f"{place} has half a character, {half[0]!r}, at place {half.start()}: another "
+                "program has cut an emoji or the like; repair the text"
+            )
+    elif isinstance(value, Mapping):
+        for key in value:
+            check_characters(key, place)
+        for part in value.values():
+            check_characters(part, place)
+    elif isinstance(value, list | tuple):
         for part in value:
             check_characters(part, place)
 
@@ -188,18 +207,20 @@ def without_nulls(value: Any) -> Any:
 
 
 def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> list[Message]:
-    """Return the messages of a chat in column `name`. Raise ValueError for what is none.
+    """Check the messages of a chat in column `name`, and return them without training marks.
 
-    Those that are shown, but not taught, have the weight 0; of the other marks nothing is left.
+    Only a turn that is shown but not taught keeps a mark: weight 0. contents: the types that a
+    message's content may have. Raise ValueError if this is no chat.
     """
     if not (isinstance(messages, list) and messages):
         raise ValueError(
             f"column {name!r} must be text or a list of messages, got {messages!r:.80}"
         )
-    return [
-        _checked(message, f"message {number} of column {name!r}", name, contents)
-        for number, message in enumerate(messages)
-    ]
+    sound = []
+    for number, message in enumerate(messages):
+        place = f"message {number} of column {name!r}"
+        sound.append(_checked(message, place, name, contents))
+    return sound
 
 
 def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) -> Message:
@@ -208,31 +229,41 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
     if "role" not in message and {"from", "value"} <= message.keys():
         advice = "rename 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
         raise ValueError(f"{_no_message(message, place)}: {advice}")
-    read = {key: value for key, value in message.items() if key not in MARKS}
-    role = read.get("role")
+    # The marks are read from the message itself, at the end.
+    fields = {key: value for key, value in message.items() if key not in MARKS}
+    role = fields.get("role")
     if role == "assistant":
-        read.setdefault("content", "")  # beside calls or a thought
-    if not isinstance(role, str) or not isinstance(read.get("content"), contents):
-        is_list = isinstance(read.get("content"), list)
-        advice = ": only models that take images have parts that are no text" if is_list else ""
+        fields.setdefault("content", "")  # tool calls or a thought may be all of a turn
+    content = fields.get("content")
+    if not isinstance(role, str) or not isinstance(content, contents):
+        advice = ""
+        if isinstance(content, list):
+            advice = ": only models that take images have parts that are no text"
         raise ValueError(f"{_no_message(message, place)}{advice}")
+
+    # Templates compare roles letter by letter, and ignore keys that they do not know.
     plain = role.strip().lower()
     right = WRONG_ROLES.get(plain, plain)
     if right in ROLES and role != right:
         raise ValueError(
             f"{place} has the role {role!r}, which chat templates do not know: write {right!r}"
         )
-    if "function_call" in read:
+    if "function_call" in fields:
         raise ValueError(
             f"{place} has a function_call, which chat templates leave out: write it as tool_calls"
         )
-    if not isinstance(read.get("tool_calls", []), list):
-        raise ValueError(f"{place} must have a list of tool_calls, got {read['tool_calls']!r:.80}")
-    content = read["content"]
-    blank = isinstance(content, str) and not content.strip()
-    if blank and (role == "user" or (role == "assistant" and len(read) == 2)):
+    calls = fields.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ValueError(f"{place} must have a list of tool_calls, got {calls!r:.80}")
+
+    # An assistant's turn without text is empty only if it has nothing else.
+    is_blank = isinstance(content, str) and not content.strip()
+    has_only_text = len(fields) == 2
+    if is_blank and (role == "user" or (role == "assistant" and has_only_text)):
         raise ValueError(f"column {name!r} has an empty turn of the {role}: remove it")
-    return read if _is_taught(message, place) else {**read, "weight": 0}
+    if not _is_taught(message, place):
+        fields["weight"] = 0
+    return fields
 
 
 def _no_message(message: Any, place: str) -> ValueError:
@@ -240,6 +271,7 @@ def _no_message(message: Any, place: str) -> ValueError:
 
 
 def _is_taught(message: Message, place: str) -> bool:
+    """Check whether training teaches a turn: yes, unless it is marked with 0."""
     marks = {key: message[key] for key in MARKS if key in message}
     if any(value not in (0, 1) for value in marks.values()):
         raise ValueError(
@@ -247,63 +279,72 @@ def _is_taught(message: Message, place: str) -> bool:
         )
     if message["role"] != "assistant" and any(marks.values()):
         raise ValueError(
-            f"{place} is marked {marks}, but only turns of the assistant are taught: remove the mark"
+            f"{place} is marked {marks}, but only turns of the assistant are taught: "
+            "remove the mark"
         )
     return all(marks.values())
 
 
-def unmarked(message: Message) -> Message:
+def unmarked(message: Message) -> dict[str, Any]:
+    """Return a message without the weight that `checked` leaves in it."""
     return {key: value for key, value in message.items() if key != "weight"}
 
 
-def _read(value: Any, name: str) -> Any:
-    """Return text, or a chat; what is neither as it is."""
-    value = _plain(value)
+def _text_or_chat(value: Any, name: str) -> Any:
+    """Read the value of column `name`: a text or a chat. Another value stays as it is."""
+    value = _without_numpy(value)
     if isinstance(value, str):
         value = _chat_in(value, name)
     check_characters(value, f"column {name!r}")
     return [_message(part) for part in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any) -> Any:
-    """Return lists and numbers in place of numpy's."""
+def _without_numpy(value: Any) -> Any:
+    """Replace numpy's arrays and numbers by lists and numbers of Python."""
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_without_numpy(part) for part in value]
     if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: _without_numpy(part) for key, part in value.items()}
     if getattr(value, "shape", None) == () and str(value.dtype).startswith("float"):
         return float(str(value))  # a float32's 0.1, not 0.10000000149011612
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+    # Other numbers of numpy, and arrays.
+    return _without_numpy(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _chat_in(text: str, name: str) -> Any:
-    """Return the chat that a text is, as tables without lists have it; another text as it is."""
+    """Return the chat that a text holds as JSON, as in CSV files; other text stays as it is."""
+    # A text that only looks like a list must stay text: it needs a role, too.
     bare = text.strip()
     if not (bare.startswith("[") and bare.endswith("]") and _ROLE.search(bare)):
         return text
     try:
         chat = json.loads(bare, object_pairs_hook=_object)
     except ValueError as error:
-        fact = f"column {name!r} is a chat as text, but not as JSON: {error}"
-        raise ValueError(f"{fact}; write it by json.dumps: {bare!r:.80}") from error
-    is_chat = all(
-        isinstance(part, dict) and not part.keys().isdisjoint({"role", "from"}) for part in chat
-    )
-    return chat if is_chat else text
+        raise ValueError(
+            f"column {name!r} is a chat as text, but not as JSON: {error}; "
+            f"write it by json.dumps: {bare!r:.80}"
+        ) from error
+    for part in chat:
+        if not isinstance(part, dict) or part.keys().isdisjoint({"role", "from"}):
+            return text
+    return chat
 
 
 def _message(message: Any) -> Any:
-    """Return a message without nulls and empty calls, its parts of text as one text."""
+    """Drop nulls and empty calls from a message, and join parts that are all text."""
     if not isinstance(message, Mapping):
         return message
-    message = {
-        key: value for key, value in without_nulls(message).items() if value == value
-    }  # NaN: a null of pandas
+    message = without_nulls(message)
+    for key in list(message):
+        if message[key] != message[key]:  # NaN, with which pandas fills tables
+            del message[key]
     if isinstance(message.get("tool_calls"), str):
+        # Calls that are no JSON stay text; `checked` refuses them.
         with contextlib.suppress(ValueError):
             message["tool_calls"] = json.loads(message["tool_calls"])
     if not message.get("tool_calls", True):
         del message["tool_calls"]
+    # Parts that are all text are one text: templates of models without images read only that.
     content = message.get("content")
     if isinstance(content, list) and content and all(map(_is_text, content)):
         message["content"] = "".join(part["text"] for part in content)
@@ -311,8 +352,6 @@ def _message(message: Any) -> Any:
 
 
 def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    )
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        return False
+    return isinstance(part.get("text"), str)

@@ -3,7 +3,6 @@
 The same state makes the same plan: a resumed run plans its epoch again.
 """
 
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,22 @@ from hocket.errors import DataError
 
 
 class PassRates:
-    def __init__(self, num_prompts: int, **state: Sequence[Any]) -> None:
-        self.rates: list[float | None] = [None] * num_prompts  # the latest, by prompt index
-        self.epochs = [-1] * num_prompts  # of that rate
-        self.streaks = [0] * num_prompts  # times in a row with a rate of 1
-        vars(self).update(copy.deepcopy(state))
+    """The latest pass rate of each prompt, and how often in a row it was solved; by prompt index.
+
+    A pass rate is the share of a prompt's scored rollouts that solved it, from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int,
+        *,
+        rates: Sequence[float | None] = (),
+        epochs: Sequence[int] = (),
+        streaks: Sequence[int] = (),
+    ) -> None:
+        self.rates: list[float | None] = list(rates) or [None] * num_prompts  # None: not played yet
+        self.epochs = list(epochs) or [-1] * num_prompts  # the epoch of that rate; -1: none
+        self.streaks = list(streaks) or [0] * num_prompts  # the times in a row with a rate of 1
 
     def record(self, index: int, epoch: int, rate: float) -> None:
         """Record a pass rate; one of an older epoch changes only the streak."""
@@ -30,16 +40,19 @@ class PassRates:
         self.streaks[index] = self.streaks[index] + 1 if rate >= 1 else 0
 
     def state(self) -> dict[str, list[Any]]:
-        return (
-            {name: values[:] for name, values in vars(self).items()}
-            if max(self.epochs) >= 0
-            else {}
-        )
+        """Return copies of the lists by name, as __init__ takes them; {} before any record."""
+        if max(self.epochs) < 0:
+            return {}
+        return {
+            "rates": list(self.rates),
+            "epochs": list(self.epochs),
+            "streaks": list(self.streaks),
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What to plan an epoch from, by index in `prompts`."""
+    """The prompts from which an epoch is planned, by index in `prompts`."""
 
     epoch: int  # counts from 0
     prompts: Prompts
@@ -49,16 +62,32 @@ class Candidates:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """The members that an epoch plays, in order; `why`: reasons for leaving others out."""
+    """The members that an epoch plays, in order."""
 
-    order: Sequence[int]
+    order: Sequence[int]  # prompt indices, each at most once
+    # Reasons for leaving out members, by prompt index; the ledger shows them.
     why: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 class Curriculum:
-    uses_pass_rates = True  # else none are kept, unless prompts are retired
+    """Plans each epoch. Subclasses implement `plan`, and what else they need.
+
+    Example: short prompts first, which `curriculum.name: shortest` then chooses.
+
+    >>> @curriculum("shortest")
+    ... class Shortest(Curriculum):
+    ...     uses_pass_rates = False
+    ...
+    ...     def plan(self, candidates):
+    ...         prompts = candidates.prompts
+    ...         order = sorted(candidates.members, key=lambda index: len(prompts[index].token_ids))
+    ...         return EpochPlan(order=order)
+    """
+
+    uses_pass_rates = True  # False: no pass rates are kept, unless prompts are retired
 
     def plan(self, candidates: Candidates) -> EpochPlan:
+        """Choose the prompts of an epoch and their order, when it begins."""
         raise NotImplementedError
 
     def moves_on(self, step: int) -> bool:
@@ -82,7 +111,7 @@ curriculum = CURRICULA.register  # decorator: @curriculum("name") on a class
 
 @curriculum("shuffle")
 class Shuffle(Curriculum):
-    """Every prompt, shuffled by (seed, epoch)."""
+    """Plays every prompt, shuffled by (seed, epoch)."""
 
     uses_pass_rates = False
 
@@ -92,29 +121,38 @@ class Shuffle(Curriculum):
 
 @curriculum("sorted")
 class Sorted(Curriculum):
-    """From easy to hard, by a column or pass rate; equals are shuffled, unknown ones come last."""
+    """Plays every prompt, from easy to hard, by a column or else by pass rate.
+
+    Prompts of equal difficulty are shuffled, those of unknown difficulty come last.
+    """
 
     def __init__(self, difficulty_column: str | None = None) -> None:
         self._column = difficulty_column
 
     def plan(self, candidates: Candidates) -> EpochPlan:
-        rates = enumerate(candidates.measured.rates)
-        prompts = candidates.prompts
-        known = {index: -rate for index, rate in rates if rate is not None}
-        if self._column is not None:
-            known = dict(enumerate(prompts.column(self._column)))
-        for index, value in known.items():
+        difficulties = self._difficulties(candidates)
+        for index, value in difficulties.items():
             if not isinstance(value, int | float) or not math.isfinite(value):
-                what = f"curriculum.difficulty_column={self._column} must name a column of numbers"
-                raise DataError(f"{what}: that of {prompts[index].id} is {value!r:.80}")
-        return EpochPlan(
-            order=sorted(candidates.members, key=lambda index: known.get(index, math.inf))
-        )
+                prompt = candidates.prompts[index].id
+                raise DataError(
+                    f"curriculum.difficulty_column={self._column} must name a column of numbers: "
+                    f"that of {prompt} is {value!r:.80}"
+                )
+        # Sorting is stable: equal prompts keep the shuffled order of the members.
+        order = sorted(candidates.members, key=lambda index: difficulties.get(index, math.inf))
+        return EpochPlan(order=order)
+
+    def _difficulties(self, candidates: Candidates) -> dict[int, Any]:
+        """Return the difficulty of each prompt by index, without the unknown ones."""
+        if self._column is not None:
+            return dict(enumerate(candidates.prompts.column(self._column)))
+        rates = enumerate(candidates.measured.rates)
+        return {index: -rate for index, rate in rates if rate is not None}
 
 
 def bind(config: CurriculumConfig) -> Curriculum:
+    """Make the curriculum that the section names, with its options."""
     keys = CurriculumConfig.model_fields
-    made: Curriculum = CURRICULA.bind(
-        config.name, config.model_extra, section="curriculum", keys=keys
-    )()
-    return made
+    make = CURRICULA.bind(config.name, config.model_extra, section="curriculum", keys=keys)
+    bound: Curriculum = make()
+    return bound

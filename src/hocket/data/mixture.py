@@ -1,9 +1,10 @@
-"""Draw prompts from several sources by weight (docs/mixtures.md); count prompts that stand twice or are held out.
+"""Draw prompts from several sources by weight (docs/mixtures.md); find prompts that repeat.
 
-The number of a draw alone decides its source, so that a resumed run draws the same, whatever was retired.
+The number of a draw alone decides its source, so that a resumed run draws the same, whatever was
+retired.
 """
 
-import itertools
+import collections
 import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,93 +21,131 @@ def unlike(
     exclude: bool,
     say: Callable[[str], None],
 ) -> dict[str, Prompts]:
-    """Count prompts with the question and answer of another one, but for white space; leave out held-out ones.
+    """Report training prompts that repeat another one or are held out; drop the held-out ones.
 
-    `tested`: the keys of these.
+    Two prompts are alike if they have the same question and answer, but for white space.
+
+    tested: the keys (`Prompts.keys`) of the held-out prompts. exclude: whether these are dropped
+    from the training prompts. Raise DataError if a source has no others.
     """
-    keys = {name: prompts.keys() for name, prompts in sources.items()}
-    every = [*itertools.chain(*keys.values())]
-    num_tested = sum(key in tested for key in every)
-    if num_twice := len(every) - len({*every}):
-        say(f"{num_twice:,} of {len(every):,} training prompts repeat another one")
+    # Compare over all sources: two of them may have the same prompt.
+    keys_of = {name: prompts.keys() for name, prompts in sources.items()}
+    all_keys: list[str] = []
+    for keys in keys_of.values():
+        all_keys += keys
+
+    num_twice = len(all_keys) - len(set(all_keys))
+    if num_twice:
+        say(f"{num_twice:,} of {len(all_keys):,} training prompts repeat another one")
+    num_tested = sum(key in tested for key in all_keys)
     if num_tested:
-        done = "left out" if exclude else "data.exclude_overlap=true leaves them out"
-        say(f"{num_tested:,} of {len(every):,} training prompts are held-out ones, too: {done}")
-    left = dict(sources)
+        action = "left out" if exclude else "data.exclude_overlap=true leaves them out"
+        say(
+            f"{num_tested:,} of {len(all_keys):,} training prompts are held-out ones, too: {action}"
+        )
+
+    # Select from the sources that have held-out prompts. The others stay as they are, and with
+    # them the fingerprints that a resumed run compares.
+    remaining = dict(sources)
+    if not exclude:
+        return remaining
     for name, prompts in sources.items():
-        kept = [index for index, key in enumerate(keys[name]) if not exclude or key not in tested]
+        kept = [index for index, key in enumerate(keys_of[name]) if key not in tested]
         if not kept:
-            what = f"data.exclude_overlap leaves no prompt of {name or 'data.source'}"
-            raise DataError(f"{what}: other held-out rows are needed")
+            raise DataError(
+                f"data.exclude_overlap leaves no prompt of {name or 'data.source'}: "
+                "other held-out rows are needed"
+            )
         if len(kept) < len(prompts):
-            left[name] = prompts.select(kept)
-    return left
+            remaining[name] = prompts.select(kept)
+    return remaining
 
 
 class MixedStream(PromptStream):
-    """A stream of each source, with epochs of its own; draws are numbered over all."""
+    """Draws from several streams by weight.
+
+    Each stream has epochs of its own; the draws are numbered over all streams. It shares only the
+    methods of a PromptStream, not its state.
+
+    Example: source "b" has twice the weight of "a".
+
+    >>> from hocket.data.curriculum import Shuffle
+    >>> streams = {}
+    >>> for name in ("a", "b"):
+    ...     prompts = Prompts([Prompt(id=f"{name}/rows:0", source=name, token_ids=(1,))])
+    ...     streams[name] = PromptStream(prompts, Shuffle(), seed=0)
+    >>> mixture = MixedStream(streams, {"a": 1.0, "b": 2.0}, seed=2)
+    >>> "".join(prompt.source for prompt in mixture.take(9).values())
+    'baababbbb'
+    """
 
     def __init__(
         self, streams: Mapping[str, PromptStream], weights: Mapping[str, float], seed: int
     ) -> None:
         self._num_drawn = 0
         self._streams = streams
+        # The streams take their numbers from here.
         for stream in streams.values():
-            stream.number = lambda: self._num_drawn
+            stream.next_number = lambda: self._num_drawn
         self._weights = weights
         self._seed = seed
-        self._source_of = dict[int, str]()  # of the draws in flight
-        self._repeat = list[int]()  # draws to repeat after a restore, the first last
+        self._source_of: dict[int, str] = {}  # the source of each draw in flight
+        self._repeats = collections.deque[int]()  # draws to repeat after a restore
         self.uses_pass_rates = any(stream.uses_pass_rates for stream in streams.values())
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
-        taken = dict[int, Prompt]()
-        while len(taken) < num_prompts:
-            drawn = self._draw()
-            if not drawn:
+        prompts: dict[int, Prompt] = {}
+        while len(prompts) < num_prompts:
+            draw = self._draw()
+            if not draw:
                 break
-            taken |= drawn
-        return taken
+            prompts.update(draw)
+        return prompts
 
     def _draw(self) -> dict[int, Prompt]:
-        """Return the next prompt by its number, {} without one; an exhausted source leaves its draw to the others."""
-        if self._repeat:
-            return self._streams[self._source_of[self._repeat.pop()]].take(1)
-        chance = random.Random(f"{self._seed}:source:{self._num_drawn}")
-        left = dict(self._weights)
-        while left:
-            (name,) = chance.choices([*left], [*left.values()])
-            if drawn := self._streams[name].take(1):
-                self._source_of[self._num_drawn] = name
+        """Draw the next prompt. Returns it by its number; {} once all sources are exhausted."""
+        if self._repeats:
+            source = self._source_of[self._repeats.popleft()]
+            return self._streams[source].take(1)
+
+        # The generator is seeded by the number of the draw, so checkpoints need not have it.
+        rng = random.Random(f"{self._seed}:source:{self._num_drawn}")
+        weights = dict(self._weights)
+        while weights:
+            (source,) = rng.choices(list(weights), list(weights.values()))
+            draw = self._streams[source].take(1)
+            if draw:
+                self._source_of[self._num_drawn] = source
                 self._num_drawn += 1
-                return drawn
-            del left[name]
+                return draw
+            del weights[source]  # exhausted: it leaves its draw to the others
         return {}
 
     def settle(self, number: int, outcome: PromptOutcome) -> None:
-        self._streams[self._source_of.pop(number)].settle(number, outcome)
+        source = self._source_of.pop(number)
+        self._streams[source].settle(number, outcome)
 
     def sizes(self) -> list[dict[str, Any]]:
-        return [
-            line | {"source": name}
-            for name, stream in self._streams.items()
-            for line in stream.sizes()
-        ]
+        lines: list[dict[str, Any]] = []
+        for source, stream in self._streams.items():
+            lines += [line | {"source": source} for line in stream.sizes()]
+        return lines
 
     def entries(self) -> list[dict[str, Any]]:
-        return [
-            entry | {"source": name}
-            for name, stream in self._streams.items()
-            for entry in stream.entries()
-        ]
+        lines: list[dict[str, Any]] = []
+        for source, stream in self._streams.items():
+            lines += [line | {"source": source} for line in stream.entries()]
+        return lines
 
     def state(self) -> dict[str, Any]:
-        states = {name: stream.state() for name, stream in self._streams.items()}
+        states = {source: stream.state() for source, stream in self._streams.items()}
         return {"num_drawn": self._num_drawn, "sources": states}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._num_drawn = state["num_drawn"]
-        for name, stream in self._streams.items():
-            stream.restore(state["sources"][name])
-            self._source_of |= {draw["draw"]: name for draw in state["sources"][name]["in_flight"]}
-        self._repeat = sorted(self._source_of, reverse=True)
+        for source, stream in self._streams.items():
+            stream.restore(state["sources"][source])
+            # Each stream repeats its own draws in flight; here they are put in order over all.
+            for draw in state["sources"][source]["in_flight"]:
+                self._source_of[draw["draw"]] = source
+        self._repeats = collections.deque(sorted(self._source_of))

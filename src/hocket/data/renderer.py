@@ -1,4 +1,4 @@
-"""Render rows and messages to text, and encode it."""
+"""Render rows and messages as the text that the model reads, and encode it as token ids."""
 
 import contextlib
 import copy
@@ -13,15 +13,15 @@ from typing import Any
 from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data.columns import answer_of, checked, column, unmarked
-from hocket.data.template import ASKED, DAY, PROBE, SYSTEM, TURN, shows
+from hocket.data.template import DAY, EXCHANGE, PROBE, QUESTION, SYSTEM, rendered, shows
 from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
 
-PICTURES = ("image", "images")  # columns
+IMAGE_COLUMNS = ("image", "images")
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 TOOLS_NEED_TEMPLATE = "tools are shown by the chat template; set data.chat_template: true"
 ToolSchemas = Sequence[Mapping[str, Any]]
-Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
+Options = Mapping[str, Any] | None  # chat template options; None: those of the data section
 Images = tuple[Image, ...]
 
 log = logging.getLogger(__name__)
@@ -32,13 +32,16 @@ class TooLongError(ValueError):
 
 
 def opening_of(prompt: str) -> str:
-    """Return the thought, open or closed, that a prompt ends with; "" without one."""
-    found = OPENING.search(prompt)
-    return found[0] if found else ""
+    """Return the thought that ends a prompt, open or closed: "<think>\\n". "" if there is none."""
+    opening = OPENING.search(prompt)
+    return opening[0] if opening else ""
 
 
-def _as_read(message: Message) -> Message:
-    """Return a message as templates read it: without a mark, arguments of calls as objects, as vLLM does."""
+def _for_template(message: Message) -> Message:
+    """Return a message as chat templates read it.
+
+    It has no training mark, and the arguments of its tool calls are objects. vLLM does the same.
+    """
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return unmarked(message)
@@ -46,26 +49,33 @@ def _as_read(message: Message) -> Message:
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            # Arguments that are no JSON stay the text that they are.
             with contextlib.suppress(ValueError):
                 function["arguments"] = json.loads(function["arguments"])
-    return {**unmarked(message), "tool_calls": calls}
+    return unmarked(message) | {"tool_calls": calls}
 
 
 RENDERERS: Registry[Callable[..., "Renderer"]] = Registry("renderer", vision="hocket.data.vision")
 renderer = RENDERERS.register
-"""Decorator of a subclass of Renderer, which `data.renderer` then names; made of (data, tokenizer, tools, options).
+"""Decorator of a subclass of Renderer, which `data.renderer` then names.
+
+The class is called with (data, tokenizer, tools) and its options.
 
 Example: a plugin that writes turns as a base model may know them from forums.
 
     @renderer("forum")
     class Forum(PlainText):
-        def __init__(self, data: DataConfig, tokenizer: Any, tools: ToolSchemas, *, sign: str = "###") -> None:
+        def __init__(
+            self, data: DataConfig, tokenizer: Any, tools: ToolSchemas, *, sign: str = "###"
+        ) -> None:
             self._sign = sign
             super().__init__(data, tokenizer, tools)
 
         def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
-            turns = [f"{self._sign} {message['role']}: {message['content']} " for message in messages]
-            return "".join([*turns, f"{self._sign} assistant:"])
+            text = ""
+            for message in messages:
+                text += f"{self._sign} {message['role']}: {message['content']} "
+            return f"{text}{self._sign} assistant:"
 
         def asked(self, text: str, **more: Any) -> tuple[str, tuple[Message, ...]]:
             messages = self.chat(text)
@@ -75,10 +85,18 @@ Example: a plugin that writes turns as a base model may know them from forums.
 
 @renderer("chat")
 class Renderer:
-    """Render rows and messages with a chat template, which writes all special tokens, and encode them."""
+    """Renders with the tokenizer's chat template, which writes all special tokens.
 
-    contents: tuple[type, ...] = (str,)  # of messages
-    placeholder: int | None = None  # the token that stands for an image
+    Example: the first prompt of a file, as text, as a Prompt's fields, and as token ids.
+
+        renderer = Renderer(DataConfig(source="rows.jsonl"), tokenizer, tools=())
+        text, fields = renderer.row({"prompt": "1 + 1 = ?", "answer": "2"})
+        (token_ids,) = renderer.encode_prompts([text])
+        prompt = Prompt(id="rows.jsonl:1", token_ids=tuple(token_ids), **fields)
+    """
+
+    contents: tuple[type, ...] = (str,)  # the types that the content of a message may have
+    placeholder: int | None = None  # the token that stands for an image; None: no images are taken
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: ToolSchemas) -> None:
         self._data = data
@@ -88,10 +106,13 @@ class Renderer:
         self.check()
 
     def check(self) -> None:
+        """Render a question as a trial. Raise DataError if the chat template can't."""
         if self._tokenizer.chat_template is None:
             setting = f"{self._data.section}.chat_template=false"
-            advice = f"put one as chat_template.jinja into its folder, or set {setting}"
-            raise DataError(f"the tokenizer has no chat template: {advice} for plain text")
+            raise DataError(
+                "the tokenizer has no chat template: put one as chat_template.jinja into its "
+                f"folder, or set {setting} for plain text"
+            )
         try:
             self.render(self.chat("?"))
         except ValueError as error:
@@ -100,188 +121,232 @@ class Renderer:
                 raise DataError(
                     f"{setting}: {error}; leave it out, or write it into the prompts"
                 ) from error
-            if self._tools:  # else the rows tell it
+            if self._tools:
                 raise DataError(str(error)) from error
+            # Else the template may refuse only this question: each row that it refuses is named.
+
+    # Rows
 
     def row(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return a row's text and the fields of its Prompt."""
+        """Render a row. Returns its text, and all fields of its Prompt that follow from the row."""
         data = self._data
         text, messages = self.prompt(columns)
         if columns.get("tools"):
-            fact = f"the column 'tools' of {data.source} is for rewards and environments"
             self._warn(
-                f"{fact}: the model is shown the tools of env.tools alone, which the environment can call"
+                f"the column 'tools' of {data.source} is for rewards and environments: the model "
+                "is shown the tools of env.tools alone, which the environment can call"
             )
-        said = columns[data.prompt_column]
+
+        # Rewards and people read the last user message, or the whole of a plain text.
+        question = columns[data.prompt_column]
         if messages is not None:
-            said = text_of(
-                next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])[
-                    "content"
-                ]
-            )
+            of_user = [message for message in messages if message["role"] == "user"]
+            last = of_user[-1] if of_user else messages[-1]
+            question = text_of(last["content"])
+
+        used = (data.prompt_column, data.answer_column)
         return text, {
             "messages": messages,
-            "text": said,
+            "text": question,
             "opening": opening_of(text),
             "options": data.template_options,
             "answer": answer_of(columns, data),
-            "meta": {
-                k: v
-                for k, v in columns.items()
-                if k not in (data.prompt_column, data.answer_column)
-            },
+            "meta": {name: value for name, value in columns.items() if name not in used},
         }
 
     def prompt(
         self, columns: Mapping[str, Any], tools: Any = None
     ) -> tuple[str, tuple[Message, ...] | None]:
-        """Return a row's prompt as text, and the chat that it renders; None: plain text.
+        """Render a row's prompt. Returns the text, and the chat in it; None for plain text.
 
-        tools: the row's own, which are shown beside no others.
+        tools: the row's own tool schemas, which are then the only ones that are shown.
         """
-        shown = {"tools": tools} if tools else {}
+        options = {"tools": tools} if tools else {}
         name = self._data.prompt_column
         value = column(columns, self._data, "prompt_column")
         if isinstance(value, str):
             if not value.strip():
                 raise ValueError(f"column {name!r} is empty")
-            return self.asked(value, **shown)
+            return self.asked(value, **options)
+
+        # A chat: it must end where the model is to go on.
         messages = self.introduced(checked(value, name, self.contents))
         if messages[-1]["role"] == "assistant":
             raise ValueError(
                 f"column {name!r} ends with an assistant message: nothing is left to answer"
             )
-        return self.render(messages, **shown), tuple(unmarked(message) for message in messages)
+        text = self.render(messages, **options)
+        return text, tuple(unmarked(message) for message in messages)
 
     def asked(self, text: str, **more: Any) -> tuple[str, tuple[Message, ...] | None]:
+        """Render a prompt that is text. Returns as `prompt` does; `more` goes to `render`."""
         messages = self.chat(text)
         return self.render(messages, **more), messages
 
     def chat(self, text: str) -> tuple[Message, ...]:
+        """Return the chat in which the user says `text`."""
         return tuple(self.introduced([{"role": "user", "content": text}]))
 
     def introduced(self, messages: list[Message]) -> list[Message]:
-        """Return a chat behind data.system_prompt, or, with a system message of its own, as it is."""
+        """Put data.system_prompt before a chat, unless that has a system message already."""
         system_prompt = self._data.system_prompt
         if system_prompt is None:
             return messages
         first: Message = {"role": "system", "content": system_prompt}
-        others = [message for message in messages if message["role"] in ("system", "developer")]
-        if not others:
+        # Templates render one system message, or refuse a second one: the row's own has precedence.
+        present = [message for message in messages if message["role"] in ("system", "developer")]
+        if not present:
             return [first, *messages]
-        if others != [first]:
-            kept = f"chats of {self._data.source} that have a system message of their own keep it"
-            self._warn(f"{kept}; {self._data.section}.system_prompt is for the others")
+        if present != [first]:
+            self._warn(
+                f"chats of {self._data.source} that have a system message of their own keep it; "
+                f"{self._data.section}.system_prompt is for the others"
+            )
         return messages
 
+    # Warnings
+
     def _warn(self, text: str) -> None:
-        """Say a sentence once."""
+        """Log a warning, but each only once."""
         if text not in self._warnings:
             self._warnings.add(text)
             log.warning(text)
 
     def notice(self, text: str) -> None:
-        """Say once of each special token that a text spells it: the tokenizer reads it as the template's own."""
+        """Warn of special tokens that a text spells out: the tokenizer reads them as real ones."""
         for token in self._special.findall(text):
-            fact = f"a text spells {token!r}, which is read as that special token, and may begin or end a turn"
             advice = "remove it from the text"
             if self._data.chat_template:
                 setting = f"{self._data.section}.chat_template=false"
                 advice += f", or set {setting} where a template has written the rows already"
-            self._warn(f"{fact}: {advice}")
+            self._warn(
+                f"a text spells {token!r}, which is read as that special token, and may begin or "
+                f"end a turn: {advice}"
+            )
 
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
-        special = [
-            token.content
-            for token in self._tokenizer.added_tokens_decoder.values()
-            if token.special
-        ]
-        return re.compile("|".join(map(re.escape, special)) or r"\Z.")  # none: nothing matches
+        """Match any special token; nothing if the tokenizer has none."""
+        tokens = self._tokenizer.added_tokens_decoder.values()
+        spellings = [re.escape(token.content) for token in tokens if token.special]
+        return re.compile("|".join(spellings) or r"\Z.")
+
+    # Images: here there are none; hocket.data.vision overrides these methods.
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
-        """Return columns without pictures, and the pictures. Raise ValueError for those that no one sees."""
-        for name in PICTURES:
+        """Split a row into columns without images and the images.
+
+        Raise ValueError for images if the model takes none.
+        """
+        for name in IMAGE_COLUMNS:
             value = columns.get(name)
-            if any(
-                picture is not None for picture in (value if isinstance(value, list) else [value])
-            ):
-                advice = "name one that does in model.path, or remove the column"
+            images = value if isinstance(value, list) else [value]
+            if any(image is not None for image in images):
                 raise ValueError(
-                    f"column {name!r} has pictures, and the model takes none; {advice}"
+                    f"column {name!r} has images, and the model takes none; "
+                    "name one that does in model.path, or remove the column"
                 )
         return columns, ()
 
     def expanded(
         self,
         token_ids: list[int],
-        pictures: Sequence[Any],
+        raw_images: Sequence[Any],
         before: Sequence[Image] = (),
         *,
         whole: bool = True,
     ) -> tuple[list[int], Images]:
-        """Return token ids with those of the pictures, and these."""
+        """Put each image's tokens in the place of its placeholder. Returns the ids and the images.
+
+        raw_images: images as `seen` and `observed` return them. before: the images of the
+        sequence before `token_ids`. whole: False if the ids may be only a prefix, which has
+        placeholders for the first images.
+        """
         return token_ids, ()
 
     def observed(self, observation: Any) -> tuple[Any, Sequence[Any]]:
-        """Return an environment's observation without its pictures, and the pictures."""
+        """Split an environment's observation into one without images and the images."""
         return observation, ()
 
     def origin(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
-        """Return the contents of files that rows name, which a cache of prompts depends on, too."""
+        """Describe the image files that rows name: a cache of prompts depends on them, too."""
         return []
 
+    # Token ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
         text: str = self._tokenizer.decode(token_ids)
         return text
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of rendered prompts."""
         return self.encode(texts)
 
     def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
-        """Return each text's token ids, none added; raise TooLongError early if one exceeds `at_most`."""
+        """Return the token ids of each text; no special token is added.
+
+        Raise TooLongError if a text is certain to have more than `at_most` tokens, before time
+        goes into encoding it. A text that is shorter may still have more.
+        """
         if any(len(text) > at_most * self._most_characters for text in texts):
             raise TooLongError(f"a text has more than {at_most} tokens")
-        encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)[
-            "input_ids"
-        ]
-        return encoded
+        encoded = self._tokenizer(list(texts), add_special_tokens=False)
+        token_ids: list[list[int]] = encoded["input_ids"]
+        return token_ids
+
+    @functools.cached_property
+    def _most_characters(self) -> int:
+        """The most characters of a text that one token may stand for."""
+        # A tokenizer may normalise a text first, and make one character of up to four.
+        return 4 * max(map(len, self._tokenizer.get_vocab()))
+
+    # The chat template
 
     def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
-        """Return the chat as text, up to where the model's next turn begins.
+        """Render a chat as text, up to the point where the model's next turn begins.
 
-        Raise ValueError if it can't be, or if the template leaves tools or a system message out.
+        `more` are arguments of the tokenizer's `apply_chat_template`. Raise ValueError if the
+        template refuses the messages, or leaves out tools or a system message.
         """
-        from jinja2 import TemplateError
-
+        # Contents come from rows and environments: they may spell special tokens.
         for message in messages:
             self.notice(text_of(message.get("content") or ""))
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "tools": self._tools,
             "add_generation_prompt": True,
             "tokenize": False,
+            "strftime_now": DAY.strftime,
         }
-        given["strftime_now"] = DAY.strftime
-        given |= self._data.template_options if options is None else options
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [*map(_as_read, messages)], **given | more
-            )
-        # A template is a program: besides its own refusals it fails in these ways.
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-        self._check_shown(text, messages, options, given | more)
+        # The caller's arguments win over template options, and these over the defaults.
+        arguments.update(self._data.template_options if options is None else options)
+        arguments.update(more)
+        readable = [_for_template(message) for message in messages]
+        text = rendered(self._tokenizer, readable, **arguments)
+        self._check_shown(text, messages, options, arguments)
         return text
 
     def _check_shown(
-        self, text: str, messages: Sequence[Message], options: Options, given: Mapping[str, Any]
+        self, text: str, messages: Sequence[Message], options: Options, arguments: Mapping[str, Any]
     ) -> None:
-        """Raise ValueError where the template leaves out what the model is to know."""
-        if given["tools"]:
-            without = {name: given[name] for name in ("add_generation_prompt", "tokenize")}
-            if text == self.render(messages, options, **without, tools=None):
-                advice = "take one that does (chat_template.jinja in the model's folder), or leave the tools out"
-                raise ValueError(f"the chat template does not show the model its tools; {advice}")
+        """Raise ValueError if the template leaves out tools or a system message.
+
+        text: the messages, rendered with `options` and `arguments`.
+        """
+        if arguments["tools"]:
+            # A template that reads the tools writes another text without them.
+            without_tools = self.render(
+                messages,
+                options,
+                tools=None,
+                add_generation_prompt=arguments["add_generation_prompt"],
+                tokenize=arguments["tokenize"],
+            )
+            if text == without_tools:
+                raise ValueError(
+                    "the chat template does not show the model its tools; take one that does "
+                    "(chat_template.jinja in the model's folder), or leave the tools out"
+                )
         if not self._shows_system and any(message["role"] == "system" for message in messages):
             raise ValueError(
                 "the chat template leaves system messages out; take one that shows them"
@@ -289,23 +354,28 @@ class Renderer:
 
     @functools.cached_property
     def _shows_system(self) -> bool:
-        return shows(self._tokenizer, [SYSTEM, ASKED])
+        return shows(self._tokenizer, [SYSTEM, QUESTION])
 
     def missing_opening(self) -> str:
-        """Find the text before a model's turn, for a template that ignores `add_generation_prompt`."""
-        try:
-            asked = self.render(TURN[:1])
-            plain = self.render(TURN[:1], add_generation_prompt=False)
-            before, found, _ = self.render(TURN, add_generation_prompt=False).partition(PROBE)
-        except ValueError:  # the rows will tell
-            return ""
-        opening = before.removeprefix(asked)
-        return opening if found and asked == plain and opening != before and opening.strip() else ""
+        """Find the text that opens a model's turn, if the template ends no prompt with it.
 
-    @functools.cached_property
-    def _most_characters(self) -> int:
-        # Of four characters, a tokenizer may compose or leave out three.
-        return 4 * max(map(len, self._tokenizer.get_vocab()))
+        Such a template ignores `add_generation_prompt`. "" if there is no such text.
+        """
+        # Render the question with and without an opened answer, and with a whole one.
+        try:
+            prompt = self.render(EXCHANGE[:1])
+            question = self.render(EXCHANGE[:1], add_generation_prompt=False)
+            exchange = self.render(EXCHANGE, add_generation_prompt=False)
+        except ValueError:  # the rows that it refuses will be named
+            return ""
+        before_answer, probe, _ = exchange.partition(PROBE)
+        if not probe or prompt != question:
+            return ""
+        opening = before_answer.removeprefix(prompt)
+        # Nothing was removed if the template writes the question differently before an answer.
+        if opening == before_answer or not opening.strip():
+            return ""
+        return opening
 
     def following(
         self,
@@ -317,23 +387,30 @@ class Renderer:
     ) -> list[int]:
         """Return the tokens between a turn of the model and its next one, with `messages`.
 
-        They are what the template writes after a made-up turn: it may rewrite the real one, and the model need not
-        write a text as the tokenizer would. `ended`: the token that ended the model's turn; None, where it was cut
-        off, adds the template's own. Raise ValueError if the template can't render them, or TooLongError.
+        They are what the template writes after a made-up turn. The real turn can't be rendered:
+        the template may rewrite it, and the model need not write a text as the tokenizer would.
+
+        ended: the token that ended the model's turn. None: the turn was cut off, and the
+        template's end of turn is added. Raise ValueError if the template can't render the
+        messages, or TooLongError.
         """
-        _, found, after = self.render([*TURN, *messages], options).partition(PROBE)
-        if not found:
+        exchange = list(EXCHANGE) + list(messages)
+        _, probe, after = self.render(exchange, options).partition(PROBE)
+        if not probe:
             raise ValueError("the chat template does not show what the model said before")
         (token_ids,) = self.encode([after], at_most=at_most)
+        # The model has sampled its end of turn already.
         return token_ids[1:] if token_ids[:1] == [ended] else token_ids
 
     @functools.cached_property
     def after_turn(self) -> str:
-        return self.render(TURN, add_generation_prompt=False).rpartition(PROBE)[2]
+        """The text that the template writes after a turn of the model."""
+        return self.render(EXCHANGE, add_generation_prompt=False).rpartition(PROBE)[2]
 
     def end_of_turn(self) -> int:
-        """Return the token that ends an answer: the chat template's own, else the tokenizer's EOS."""
+        """Return the token that ends an answer: the chat template's, else the tokenizer's EOS."""
         eos: int | None = self._tokenizer.eos_token_id
+        # The first token after an answer ends it if it is a special one, which decodes to "".
         after = self.encode([self.after_turn])[0][:1]
         if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
             return after[0]
@@ -346,7 +423,7 @@ class Renderer:
 
 @renderer("plain")
 class PlainText(Renderer):
-    """Take prompts as they are, behind the token that the tokenizer puts before text."""
+    """Takes prompts as they are, after the token that the tokenizer puts before a text."""
 
     after_turn = ""
 
@@ -360,16 +437,17 @@ class PlainText(Renderer):
         return text, None
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        token_ids = self.encode(texts)
+        """Return the token ids of prompts, each begun by the tokenizer's BOS if it adds one."""
+        # An empty text shows whether the tokenizer adds BOS. A row may have written it already.
+        encoded = self.encode(texts)
         bos = [self._tokenizer.bos_token_id]
         if self._tokenizer("")["input_ids"][:1] != bos:
-            return token_ids
-        return [ids if ids[:1] == bos else bos + ids for ids in token_ids]
+            return encoded
+        return [token_ids if token_ids[:1] == bos else bos + token_ids for token_ids in encoded]
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
-        if getattr(self._tokenizer, "placeholder", None) is not None and columns.keys() & set(
-            PICTURES
-        ):
+        takes_images = getattr(self._tokenizer, "placeholder", None) is not None
+        if takes_images and columns.keys() & set(IMAGE_COLUMNS):
             raise ValueError("images need data.chat_template: true")
         return super().seen(columns)
 

@@ -17,7 +17,7 @@ from hocket.config import DataConfig
 from hocket.data.columns import parsed
 from hocket.errors import DataError
 
-# (split, seed) -> endless rows with the columns prompt, answer and response
+# (split, seed) → endless rows with the columns prompt, answer and response
 TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry(
     "task", shapes="hocket.data.shapes", shapes_seen="hocket.data.shapes"
 )
@@ -26,7 +26,7 @@ SOURCES: Registry[Callable[[DataConfig], Iterator[Mapping[str, Any]]]] = Registr
     "source", gym="hocket.extras.gym.rows", verifiers="hocket.extras.verifiers.rows"
 )
 source = SOURCES.register
-"""Decorator of a function that yields the rows of `data.source=NAME:...`: DataConfig → columns of each row.
+"""Decorator of a function that yields the rows of `data.source=NAME:...`: DataConfig → columns.
 
 Example: a plugin whose `data.source=numbers:7` has seven rows.
 
@@ -35,53 +35,66 @@ Example: a plugin whose `data.source=numbers:7` has seven rows.
         for number in range(int(data.source.removeprefix("numbers:"))):
             yield {"prompt": f"{number} + 1", "answer": str(number + 1)}
 """
-NumberedRows = Iterator[tuple[int, Any]]  # numbered
+NumberedRows = Iterator[tuple[int, Any]]  # each row with its line, or its index from 0
 
-NUM_ROWS = 2048  # of a built-in task, without data.limit
-SMALL = 1 << 20  # bytes: not worth a cache
-BATCH = 64  # rows that are in memory at once, with their pictures
-_JSON = "extension<arrow.json>"
-_MISTAKES = 0.75
-_TEST_SHARE = 1 / 8
+NUM_ROWS = 2048  # rows of a built-in task without data.limit
+SMALL = 1 << 20  # bytes: a smaller source is not worth a cache
+BATCH = 64  # rows, with their images, that are in memory at once
+ARCHIVES = (".gz", ".zst", ".zip", ".xz", ".bz2")
+_JSON = "extension<arrow.json>"  # the type that `datasets` has for columns of mixed types
+_MISTAKES = 0.75  # the share of `sort` rows whose response is wrong
+_TEST_SHARE = 1 / 8  # the share of a built-in task's rows in its test split
 
 
 def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (place, columns) of at most `data.limit` rows, unchecked; .jsonl as bytes."""
-    place = f"{data.source}/{data.split}"
+    """Yield (place, columns) of at most `data.limit` rows, unchecked.
+
+    The columns of a .jsonl file are the bytes of its line. Raise DataError if the source can't
+    be read.
+    """
     if data.kind:
-        rows: NumberedRows = enumerate(
-            SOURCES.get(data.kind, f"{data.section}.source={data.source}: ")(data)
-        )
+        place = f"{data.source}/{data.split}"
+        rows_of = SOURCES.get(data.kind, f"{data.section}.source={data.source}: ")
+        rows: NumberedRows = enumerate(rows_of(data))
     else:
         path = Path(data.source).expanduser()
         place = str(path)
-        if path.suffix not in FILES:
-            kinds = ", ".join(f"{name}:NAME" for name in sorted(SOURCES.names))
-            known = f"{', '.join(f'file{suffix}' for suffix in FILES)}, {kinds}"
-            advice = "convert it; a name on the hub needs hf:"
-            if path.suffix in (".gz", ".zst", ".zip", ".xz", ".bz2"):
-                advice = "unpack it"
-            raise DataError(f"{data.section}.source={data.source} is none of {known}: {advice}")
-        if not path.is_file():
-            raise DataError(
-                f"{data.section}.source={data.source} is not a file; paths are relative to {Path.cwd()}"
-            )
-        rows = FILES[path.suffix](path)
-    return (
-        (f"{place}:{number}", columns) for number, columns in itertools.islice(rows, data.limit)
-    )
+        rows = _file_rows(path, data)
+    limited = itertools.islice(rows, data.limit)
+    return ((f"{place}:{number}", columns) for number, columns in limited)
+
+
+def _file_rows(path: Path, data: DataConfig) -> NumberedRows:
+    setting = f"{data.section}.source={data.source}"
+    if path.suffix not in FILES:
+        # List all that a source may be.
+        names = [f"file{suffix}" for suffix in FILES]
+        names += [f"{name}:NAME" for name in sorted(SOURCES.names)]
+        advice = "convert it; a name on the hub needs hf:"
+        if path.suffix in ARCHIVES:
+            advice = "unpack it"
+        raise DataError(f"{setting} is none of {', '.join(names)}: {advice}")
+    if not path.is_file():
+        raise DataError(f"{setting} is not a file; paths are relative to {Path.cwd()}")
+    return FILES[path.suffix](path)
 
 
 def identity(data: DataConfig, *, has_images: bool) -> str | None:
-    """Make a key of a source's content for the cache; None: it is not worth one."""
+    """Make a cache key from a source's content. None: the source is not worth a cache."""
+    # A row with images is slow to prepare, however small its file is.
     small = 0 if has_images else SMALL
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
     if data.kind == "hf":
-        loaded = _hugging_face(data)
-        return str(loaded._fingerprint) if loaded.data.nbytes > small else None
-    return sha256_of(path) if path.is_file() and path.stat().st_size > small else None
+        dataset = _hugging_face(data)
+        return str(dataset._fingerprint) if dataset.data.nbytes > small else None
+    if path.is_file() and path.stat().st_size > small:
+        return sha256_of(path)
+    return None
+
+
+# Kinds of sources
 
 
 @source("task")
@@ -92,9 +105,9 @@ def _task(data: DataConfig) -> Iterator[Any]:
 
 @source("hf")
 def _stored(data: DataConfig) -> Iterator[Any]:
-    """Yield rows as they are stored: pictures as bytes, not decoded."""
-    loaded = _hugging_face(data)
-    yield from _rows(data.source, lambda: loaded.with_format("arrow").iter(BATCH))
+    """Yield the rows of a data set as they are stored: images as bytes, not decoded."""
+    dataset = _hugging_face(data)
+    yield from _rows(data.source, lambda: dataset.with_format("arrow").iter(BATCH))
 
 
 def _hugging_face(data: DataConfig) -> Any:
@@ -103,22 +116,30 @@ def _hugging_face(data: DataConfig) -> Any:
     try:
         return _loaded(data.source, data.split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
-        what = f"can't load {data.source}, {data.section}.split={data.split}"
         cause = error.__cause__ or error  # a generator's own words are "an error occurred"
-        advice = f"choose another{data.otherwise}; without a network, name a file"
-        raise DataError(f"{what}: {cause}{hub_variables()}; {advice}") from error
+        raise DataError(
+            f"can't load {data.source}, {data.section}.split={data.split}: "
+            f"{cause}{hub_variables()}; "
+            f"choose another{data.otherwise}; without a network, name a file"
+        ) from error
 
 
-@functools.lru_cache(1)  # asked for its identity, then for its rows
+@functools.lru_cache(1)  # a start reads it twice: for its identity, then for its rows
 def _loaded(source: str, split: str) -> Any:
+    """Load a data set from a folder or the hub: "hf:NAME" or "hf:NAME:SUBSET"."""
     import datasets
 
-    _, name, *subset = source.split(":", 2)
+    _, _, name = source.partition(":")
+    name, _, subset = name.partition(":")
+    # A folder that `save_to_disk` wrote is loaded otherwise than one of data files.
     folder = Path(name).expanduser()
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         loaded = datasets.load_from_disk(str(folder))
         return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-    return datasets.load_dataset(str(folder), *filter(None, subset), split=split)
+    return datasets.load_dataset(str(folder), subset or None, split=split)
+
+
+# Files
 
 
 def _jsonl(path: Path) -> NumberedRows:
@@ -151,6 +172,12 @@ def _parquet(path: Path) -> NumberedRows:
     yield from enumerate(_rows(str(path), lambda: file.iter_batches(batch_size=BATCH)))
 
 
+FILES = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+
+
+# Arrow
+
+
 def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[str, Any]]:
     """Yield the rows of Arrow's batches as a JSON file would have them."""
     import pyarrow
@@ -158,15 +185,20 @@ def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[st
     try:
         for batch in batches():
             names = batch.schema.names
-            twice = [name for name in names if names.count(name) > 1]
-            if twice:
-                raise DataError(f"{source} has two columns called {twice[0]!r}: rename one of them")
-            kinds = {field.name: field.type for field in batch.schema}
-            others = {
-                name: kind for name, kind in kinds.items() if _is_short(kind) or _JSON in str(kind)
-            }
+            for name in names:
+                if names.count(name) > 1:
+                    raise DataError(f"{source} has two columns called {name!r}: rename one of them")
+
+            # Arrow's own conversion is right for all columns but these.
+            rewritten = {}
+            for field in batch.schema:
+                if _is_short(field.type) or _JSON in str(field.type):
+                    rewritten[field.name] = field.type
+
             for row in batch.to_pylist(maps_as_pydicts="strict"):
-                yield row | {name: _decoded(row[name], kind) for name, kind in others.items()}
+                for name, kind in rewritten.items():
+                    row[name] = _decoded(row[name], kind)
+                yield row
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(
             f"{source} is not readable: {error}; write it again, with texts in UTF-8"
@@ -174,17 +206,20 @@ def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[st
 
 
 def _is_short(kind: Any) -> bool:
-    """Check whether a type is a float whose digits a float64 does not show: 0.1 becomes 0.10000000149011612."""
+    """Check whether an Arrow type is a float of at most 32 bits.
+
+    As a Python float, its 0.1 is 0.10000000149011612.
+    """
     return str(kind) in ("float", "halffloat")
 
 
 def _decoded(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type with its own digits, and what JSON within it says."""
+    """Convert a value of an Arrow type: short floats keep their digits, JSON is parsed."""
     from pyarrow import types
 
     if value is None:
         return None
-    if str(kind) == _JSON:  # `datasets` has it for columns of mixed types
+    if str(kind) == _JSON:
         return json.loads(value)
     if _is_short(kind):
         return float(str(kind.to_pandas_dtype()(value)))
@@ -197,12 +232,15 @@ def _decoded(value: Any, kind: Any) -> Any:
     return value
 
 
-FILES = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+# Built-in tasks
 
 
 @TASKS.register("sort")
 def sort(split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield "Sort: dbca" for "abcd", 4 to 6 letters; `response` is wrong in three of four rows."""
+    """Yield rows like "Sort: dbca" with the answer "abcd", of 4 to 6 letters.
+
+    In three of four rows two letters of `response` have changed places.
+    """
     rng = generator("sort", split, seed)
     while True:
         letters = rng.sample(string.ascii_lowercase, rng.randint(4, 6))
@@ -211,9 +249,8 @@ def sort(split: str, seed: int) -> Iterator[dict[str, Any]]:
         if rng.random() < _MISTAKES:
             i, j = rng.sample(range(len(response)), 2)
             response[i], response[j] = response[j], response[i]
-        if (
-            split_of("".join(answer)) == split
-        ):  # of the answer: no order of test letters is a training prompt
+        # The split follows from the answer, so training has no test letters in another order.
+        if split_of("".join(answer)) == split:
             yield {
                 "prompt": f"Sort: {''.join(letters)}",
                 "answer": "".join(answer),
@@ -223,7 +260,7 @@ def sort(split: str, seed: int) -> Iterator[dict[str, Any]]:
 
 @TASKS.register("sort_down")
 def sort_down(split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield "Sort: dbca" for "dcba", 4 to 6 of 16 letters."""
+    """Yield rows like "Sort: dbca" with the answer "dcba", of 4 to 6 letters out of 16."""
     rng = generator("sort_down", split, seed)
     while True:
         letters = rng.sample(string.ascii_lowercase[:16], rng.randint(4, 6))
@@ -233,11 +270,13 @@ def sort_down(split: str, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def generator(task: str, split: str, seed: int) -> random.Random:
+    """Return the random generator of a built-in task's split. Raise DataError for other splits."""
     if split not in ("train", "test"):
         raise DataError(f"task:{task} has the splits train and test, not {split!r}; set data.split")
     return random.Random(f"{task}:{split}:{seed}")
 
 
 def split_of(text: str) -> str:
-    """Return a row's split by the hash of its text: no test row is ever trained on."""
-    return "test" if hashlib.sha256(text.encode()).digest()[0] < 256 * _TEST_SHARE else "train"
+    """Return the split of a row by the hash of its text, so no test row is ever trained on."""
+    first_byte = hashlib.sha256(text.encode()).digest()[0]
+    return "test" if first_byte < 256 * _TEST_SHARE else "train"

@@ -1,37 +1,78 @@
-"""Draw prompts in epochs of every prompt once, and track each draw until its step is trained.
+"""Draw prompts in epochs, and track each draw until its step is trained.
 
-A resumed run first repeats the draws in flight.
+Every prompt of an epoch is drawn once. A resumed run first repeats the draws that were in flight.
 """
 
 import collections
 import copy
 import dataclasses
-import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hocket.data.curriculum import Candidates, Curriculum, PassRates
 from hocket.data.prompt_list import Prompts
 from hocket.errors import DataError
 from hocket.types import Prompt
 
-EXHAUSTED = (  # the meaning of a `PromptStream.take` without prompts
-    "every prompt is retired (curriculum.retire_after): start a new run from the newest weights (model.path) on "
-    "harder prompts or with a higher curriculum.retire_after"
+# The message of a run that ends because `PromptStream.take` returned no prompt.
+EXHAUSTED = (
+    "every prompt is retired (curriculum.retire_after): start a new run from the newest weights "
+    "(model.path) on harder prompts or with a higher curriculum.retire_after"
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOutcome:
-    state: Literal["trained", "filtered", "failed"]  # filtered: its group has no signal
-    why: str = ""  # it was not trained
-    pass_rate: float | None = None  # share of its scored rollouts that solved it
+    """How a draw ended."""
+
+    state: Literal["trained", "filtered", "failed"]  # "filtered": its group has no training signal
+    why: str = ""  # the reason why its group was not trained
+    pass_rate: float | None = None  # the share of its scored rollouts that solved the prompt
+
+
+class Exclusion(NamedTuple):
+    """Why an epoch does not play a prompt, as the ledger writes it."""
+
+    state: str  # "retired" or "skipped"
+    why: str
 
 
 class PromptStream:
-    """Prompts in epochs; the draws of a run are numbered 0, 1, 2, ..."""
+    """Draws the prompts of one source, epoch after epoch.
+
+    The draws of a run are numbered 0, 1, 2, ... A draw is in flight from `take` until `settle`.
+    A checkpoint holds the draws in flight, so each prompt of an epoch is settled exactly once,
+    however often the run is killed.
+
+    Example: an epoch of three prompts, and a run that is killed within it.
+
+    >>> from hocket.data.curriculum import Shuffle
+    >>> prompts = Prompts(Prompt(id=name, token_ids=(1,)) for name in ("a", "b", "c"))
+    >>> def draw(stream, num_prompts):
+    ...     return {number: prompt.id for number, prompt in stream.take(num_prompts).items()}
+
+    Two prompts are drawn. The second is settled: it was trained, and the ledger gets its line.
+
+    >>> stream = PromptStream(prompts, Shuffle(), seed=0)
+    >>> draw(stream, 2)
+    {0: 'b', 1: 'a'}
+    >>> stream.settle(1, PromptOutcome(state="trained"))
+    >>> stream.entries()
+    [{'draw': 1, 'epoch': 0, 'prompt': 'a', 'state': 'trained'}]
+
+    The run saves a checkpoint and is killed. Draw 0 was in flight, so the resumed run draws it
+    again with its old number. Then it finishes epoch 0 with 'c', and begins epoch 1.
+
+    >>> checkpoint = stream.state()
+    >>> resumed = PromptStream(prompts, Shuffle(), seed=0)
+    >>> resumed.restore(checkpoint)
+    >>> draw(resumed, 2)
+    {0: 'b', 2: 'c'}
+    >>> draw(resumed, 3)
+    {3: 'b', 4: 'c', 5: 'a'}
+    """
 
     def __init__(
         self,
@@ -39,16 +80,18 @@ class PromptStream:
         curriculum: Curriculum,
         *,
         seed: int,
-        retire_after: int = 0,  # times solved in a row, after which a prompt is left out; 0 disables it
+        retire_after: int = 0,  # a prompt solved this often in a row is left out; 0: none is
         prompts_per_step: float = 1,
     ) -> None:
         if not prompts:
             raise DataError(
-                "there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens"
+                "there is no prompt to train on; "
+                "check data.source, data.limit and data.max_prompt_tokens"
             )
         self.uses_pass_rates = curriculum.uses_pass_rates or retire_after > 0
         self._prompts = prompts
         self._curriculum = curriculum
+        # A checkpoint can be restored only into a stream with the same values here.
         self._identity = {
             "seed": seed,
             "num_prompts": len(prompts),
@@ -58,21 +101,27 @@ class PromptStream:
         self._retire_after = retire_after or math.inf
         self._prompts_per_step = prompts_per_step
         self._num_drawn = 0
-        self.number: Callable[[], int] = lambda: (
-            self._num_drawn
-        )  # of the next draw; a mixture counts all sources'
-        self._in_flight: dict[int, dict[str, Any]] = {}  # by number
-        self._again: collections.deque[int] = (
-            collections.deque()
-        )  # numbers to draw once more after a restore
-        self._entries: list[dict[str, Any]] = []
-        self._left_out: dict[int, tuple[str, str]] = {}  # index: (state, why)
-        self._begin(0, *self._plan(0))
+        # Gives the number of the next draw. A mixture replaces it, to count over all its sources.
+        self.next_number: Callable[[], int] = lambda: self._num_drawn
+        self._in_flight: dict[int, dict[str, Any]] = {}  # the draws in flight, by number
+        self._repeats = collections.deque[int]()  # numbers to draw again after a restore
+        self._entries: list[dict[str, Any]] = []  # ledger lines that nobody has taken yet
+        self._excluded: dict[int, Exclusion] = {}  # prompts that this epoch does not play, by index
+        order, excluded = self._plan(0)
+        self._begin(0, order, excluded)
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
-        """Return the next prompts by draw number, across epochs; fewer once all are retired."""
-        numbers = itertools.islice(iter(self._next, None), num_prompts)
-        return {number: self._prompts[self._in_flight[number]["index"]] for number in numbers}
+        """Draw the next prompts, across epochs. Returns them by draw number.
+
+        There are fewer than `num_prompts` once all prompts are retired.
+        """
+        prompts: dict[int, Prompt] = {}
+        while len(prompts) < num_prompts:
+            number = self._draw_next()
+            if number is None:
+                break
+            prompts[number] = self._prompts[self._in_flight[number]["index"]]
+        return prompts
 
     def settle(self, number: int, outcome: PromptOutcome) -> None:
         """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""
@@ -98,12 +147,13 @@ class PromptStream:
 
     def entries(self) -> list[dict[str, Any]]:
         """Return the ledger's lines since the last call."""
-        entries, self._entries = self._entries, []
+        entries = self._entries
+        self._entries = []
         return entries
 
     def state(self) -> dict[str, Any]:
-        return {
-            **self._identity,
+        """Return the stream's part of a checkpoint, for JSON."""
+        return self._identity | {
             "epoch": self._epoch,
             "position": self._position,
             "num_drawn": self._num_drawn,
@@ -114,25 +164,32 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the draws in flight. Raise DataError for other prompts."""
+        """Continue where `state` was taken: the draws in flight come first.
+
+        Raise DataError if the prompts or the seed are not those of `state`.
+        """
         for key, value in self._identity.items():
             if state[key] != value:
-                changed = f"{key} of the prompts was {state[key]} and is {value} now"
                 raise DataError(
-                    f"can't resume: {changed}; use the same data and trainer.seed, or start a new run"
+                    f"can't resume: {key} of the prompts was {state[key]} and is {value} now; "
+                    "use the same data and trainer.seed, or start a new run"
                 )
         self._epoch = state["epoch"]
         self._position = state["position"]
         self._num_drawn = state["num_drawn"]
         self._in_flight = {draw["draw"]: draw for draw in state["in_flight"]}
-        self._again = collections.deque(self._in_flight)
+        self._repeats = collections.deque(self._in_flight)
         self._entries = list(state["entries"])
+
+        # The order of an epoch is not in the checkpoint: it is planned again, from the pass rates
+        # that were measured when the epoch began. Only then the newer ones are put back.
         self._at_start = state["at_start"]
-        self._recall(self._at_start)  # the epoch's plan follows from what was known when it began
-        self._order, self._left_out = self._plan(self._epoch)
+        self._recall(self._at_start)
+        self._order, self._excluded = self._plan(self._epoch)
         self._recall(state["learnt"])
 
     def _learnt(self) -> dict[str, Any]:
+        """Return a copy of the pass rates and of the curriculum's state."""
         return {
             "pass_rates": self._measured.state(),
             "curriculum": copy.deepcopy(self._curriculum.state()),
@@ -142,76 +199,95 @@ class PromptStream:
         self._measured = PassRates(len(self._prompts), **learnt["pass_rates"])
         self._curriculum.restore(learnt["curriculum"])
 
-    def _next(self) -> int | None:
-        if self._again:
-            return self._again.popleft()
-        moves_on = self._curriculum.moves_on(int(self._num_drawn // self._prompts_per_step))
-        if moves_on or self._position == len(self._order):
-            order, left_out = self._plan(self._epoch + 1)
+    def _draw_next(self) -> int | None:
+        """Put the next prompt in flight. Returns its draw number, None once all are retired."""
+        if self._repeats:
+            return self._repeats.popleft()
+
+        # Begin the next epoch if this one is over, or if the curriculum ends it.
+        step = int(self._num_drawn // self._prompts_per_step)
+        if self._curriculum.moves_on(step) or self._position == len(self._order):
+            order, excluded = self._plan(self._epoch + 1)
             if not order:
                 return None
+            skipped = Exclusion("skipped", "the curriculum moved on before its turn")
             for index in self._order[self._position :]:
-                self._leave_out(index, "skipped", "the curriculum moved on before its turn")
-            self._begin(self._epoch + 1, order, left_out)
-        number = self.number()
+                self._exclude(index, skipped)
+            self._begin(self._epoch + 1, order, excluded)
+
+        number = self.next_number()
         index = self._order[self._position]
-        prompt = self._prompts[index].id
         self._in_flight[number] = {
             "draw": number,
             "epoch": self._epoch,
             "index": index,
-            "prompt": prompt,
+            "prompt": self._prompts[index].id,
         }
         self._num_drawn += 1
         self._position += 1
         return number
 
-    def _plan(self, epoch: int) -> tuple[list[int], dict[int, tuple[str, str]]]:
-        """Return the indices to play, none if all are retired; and those left out: (state, reason)."""
+    def _plan(self, epoch: int) -> tuple[list[int], dict[int, Exclusion]]:
+        """Plan an epoch: the prompt indices to play in order, and the exclusions of all others.
+
+        The order is empty if every prompt is retired.
+        """
         shuffled = list(range(len(self._prompts)))
         random.Random(f"{self._identity['seed']}:{epoch}").shuffle(shuffled)
-        members = [
-            index for index in shuffled if self._measured.streaks[index] < self._retire_after
-        ]
-        out = dict.fromkeys(
-            range(len(shuffled)), ("retired", f"solved {self._retire_after} times in a row")
-        )
+        streaks = self._measured.streaks
+        members = [index for index in shuffled if streaks[index] < self._retire_after]
+        retired = Exclusion("retired", f"solved {self._retire_after} times in a row")
         if not members:
-            return [], out
+            return [], dict.fromkeys(range(len(self._prompts)), retired)
+
         plan = self._curriculum.plan(
             Candidates(epoch=epoch, prompts=self._prompts, members=members, measured=self._measured)
         )
         name = type(self._curriculum).__name__
-        order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
+        order = [int(index) for index in plan.order]  # a plugin may plan with numpy's integers
         played = set(order)
         if len(played) < len(order) or not played.issubset(members):
             raise DataError(
-                f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()"
+                f"the curriculum {name} plans a prompt twice, or one that is no member; "
+                "repair its plan()"
             )
         if not played:
             raise DataError(
-                f"the curriculum {name} leaves out every prompt of epoch {epoch}; change its options"
+                f"the curriculum {name} leaves out every prompt of epoch {epoch}; "
+                "change its options"
             )
-        out |= {index: ("skipped", plan.why.get(index, f"left out by {name}")) for index in members}
-        return order, {index: why for index, why in out.items() if index not in played}
 
-    def _begin(self, epoch: int, order: list[int], left_out: dict[int, tuple[str, str]]) -> None:
-        before = self._left_out
+        excluded = {}
+        can_play = set(members)
+        for index in range(len(self._prompts)):
+            if index not in can_play:
+                excluded[index] = retired
+            elif index not in played:
+                excluded[index] = Exclusion("skipped", plan.why.get(index, f"left out by {name}"))
+        return order, excluded
+
+    def _begin(self, epoch: int, order: list[int], excluded: dict[int, Exclusion]) -> None:
+        """Begin an epoch. The ledger gets a line for each prompt that leaves or comes back now."""
+        before = self._excluded
         self._epoch = epoch
         self._position = 0
         self._order = order
-        self._left_out = left_out
+        self._excluded = excluded
         self._at_start = self._learnt()
-        for index, (state, why) in left_out.items():
-            if before.get(index) != (state, why):
-                self._leave_out(index, state, why)
-        for index in sorted(before.keys() - left_out.keys()):
-            self._entries.append(
-                {"epoch": epoch, "prompt": self._prompts[index].id, "state": "back"}
-            )
+        for index, exclusion in excluded.items():
+            if before.get(index) != exclusion:
+                self._exclude(index, exclusion)
+        for index in sorted(before.keys() - excluded.keys()):
+            prompt = self._prompts[index].id
+            self._entries.append({"epoch": epoch, "prompt": prompt, "state": "back"})
 
-    def _leave_out(self, index: int, state: str, why: str) -> None:
-        self._left_out[index] = (state, why)
+    def _exclude(self, index: int, exclusion: Exclusion) -> None:
+        self._excluded[index] = exclusion
         self._entries.append(
-            {"epoch": self._epoch, "prompt": self._prompts[index].id, "state": state, "why": why}
+            {
+                "epoch": self._epoch,
+                "prompt": self._prompts[index].id,
+                "state": exclusion.state,
+                "why": exclusion.why,
+            }
         )

@@ -1,10 +1,10 @@
-"""Read the pictures of rows and messages, and give each its tokens in the place of its placeholder (docs/vision.md).
+"""Read the images of rows and messages, and put each one's tokens in its place (docs/vision.md).
 
-A row has them in a column, as TRL's and those of `datasets`, or in parts of its messages, as OpenAI's API.
+A row has images in a column, as in TRL and `datasets`, or in parts of its messages, as in OpenAI's
+API.
 """
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,21 +15,21 @@ import PIL.Image
 
 from hocket.common.vision import Stored, check_all, decoded, fetched, file_name, from_text, png
 from hocket.config import DataConfig
-from hocket.data.renderer import PICTURES, Images, Options, Renderer, ToolSchemas, renderer
+from hocket.data.renderer import IMAGE_COLUMNS, Images, Options, Renderer, ToolSchemas, renderer
 from hocket.types import Image, Message
 
-KEYS = (
-    "image",
-    "url",
-    "path",
-    "base64",
-)  # of a part with its picture, as templates of transformers know them
-PLACE = {"type": "image"}
+# Keys under which a part of a message may have its image, as templates of transformers know them.
+KEYS = ("image", "url", "path", "base64")
+PLACE = {"type": "image"}  # a part that stands for an image: the template writes a placeholder
 
 
 @renderer("vision")
 class SeeingRenderer(Renderer):
-    """Renders for a model that takes images."""
+    """Renders for a model that takes images.
+
+    A raw image is what a row has: bytes, a path, a URL, a mapping or an image of Pillow. An
+    `Image` is one that has its tokens in a sequence.
+    """
 
     contents = (str, list)
 
@@ -40,162 +40,198 @@ class SeeingRenderer(Renderer):
             tokenizer.name_or_path, trust_remote_code=False
         )
         self.placeholder: int = self._processor.image_token_id
-        kind, _, rest = data.source.partition(":")
-        self._folder = Path(data.source).expanduser().absolute().parent  # of a task this one
+        # Paths of images are relative to the data file. A built-in task takes the current folder.
+        self._folder = Path(data.source).expanduser().absolute().parent
+        kind, _, name = data.source.partition(":")
         if kind == "hf":
             import datasets
 
-            folder = Path(rest.partition(":")[0]).expanduser().absolute()
+            folder = Path(name.partition(":")[0]).expanduser().absolute()
+            # A data set of the hub has its image files in the cache.
             self._folder = folder if folder.exists() else Path(datasets.config.HF_CACHE_HOME)
         super().__init__(data, tokenizer, tools)
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
-        """Return columns whose messages have PLACE where pictures are, and the pictures.
+        """Split a row into columns whose messages have PLACE for each image, and the raw images.
 
-        Without a place they come before the text of the first user message, as in TRL.
+        If the messages have no places, the images come before the text of the first user
+        message, as in TRL. Raise ValueError if a row has several lists of images.
         """
-        asked = self._data.prompt_column
-        pictures = [*itertools.chain(*(_listed(columns.get(name)) for name in PICTURES))]
-        told = {name: value for name, value in columns.items() if name not in PICTURES}
-        if pictures and isinstance(told.get(asked), str):
-            told[asked] = [*self.chat(told[asked])]
-        inline = dict[str, list[Any]]()
-        for name in {asked, "messages", self._data.response_column, "chosen", "rejected"}:
-            if isinstance(told.get(name), list):
+        prompt_column = self._data.prompt_column
+        remaining = {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS}
+
+        # Images in columns of their own. A text with such images becomes a chat: only the chat
+        # template writes placeholders.
+        in_columns: list[Any] = []
+        for name in IMAGE_COLUMNS:
+            in_columns += _listed(columns.get(name))
+        if in_columns and isinstance(remaining.get(prompt_column), str):
+            remaining[prompt_column] = list(self.chat(remaining[prompt_column]))
+
+        # Put PLACE for the images in messages. An entry of `inline` is None where a part only
+        # marks the place of an image that is in a column.
+        inline: dict[str, list[Any]] = {}
+        for name in (prompt_column, "messages", self._data.response_column, "chosen", "rejected"):
+            if name not in inline and isinstance(remaining.get(name), list):
                 inline[name] = []
-                told[name] = [_message(one, inline[name]) for one in told[name]]
-        given = [found for found in inline.values() if found.count(None) < len(found)]
-        if given and (pictures or given != given[:1] * len(given)):
+                messages = remaining[name]
+                remaining[name] = [_with_places(message, inline[name]) for message in messages]
+
+        # Several columns may show the same images, as `chosen` and `rejected` do.
+        lists = [images for images in inline.values() if images.count(None) < len(images)]
+        if lists and (in_columns or any(images != lists[0] for images in lists)):
             raise ValueError(
-                "it has several lists of pictures: leave one, or have 'chosen' and 'rejected' begin alike"
+                "it has several lists of images: leave one, "
+                "or have 'chosen' and 'rejected' begin alike"
             )
-        if pictures and not any(inline.values()):
-            for name in [asked] if asked in inline else inline:
-                first: Any = next((one for one in told[name] if one.get("role") == "user"), {})
-                if isinstance(first.get("content"), str):
-                    first["content"] = [
-                        *[PLACE] * len(pictures),
-                        {"type": "text", "text": first["content"]},
-                    ]
-        return told, pictures or (given[0] if given else [])
+        if in_columns and not any(inline.values()):
+            for name in [prompt_column] if prompt_column in inline else list(inline):
+                _put_first(remaining[name], len(in_columns))
+        if in_columns:
+            return remaining, in_columns
+        return remaining, lists[0] if lists else []
 
     def expanded(
         self,
         token_ids: list[int],
-        pictures: Sequence[Any],
+        raw_images: Sequence[Any],
         before: Sequence[Image] = (),
         *,
         whole: bool = True,
     ) -> tuple[list[int], Images]:
-        """Return token ids with those of each picture in place of its placeholder, and the pictures.
+        """Put each image's tokens in the place of its placeholder. Returns the ids and the images.
 
-        Without `whole`, the ids may be a beginning. Raise ValueError for a picture that is missing or broken, or too
-        much beside those before.
+        before: the images of the sequence before `token_ids`. whole: False if the ids may be only
+        a prefix, which has placeholders for the first images. Raise ValueError if an image is
+        missing or broken, or if there are too many together with those before.
         """
+        # Every placeholder token is the place of an image, in order.
         places = [index for index, token in enumerate(token_ids) if token == self.placeholder]
         word = self._processor.image_token
-        if len(places) > len(pictures) or (whole and len(places) < len(pictures)):
-            what = f"{len(pictures)} images for {len(places)} places in the text as the chat template writes it"
+        if len(places) > len(raw_images) or (whole and len(places) < len(raw_images)):
             raise ValueError(
-                f"{what}: a part {PLACE} is a place, and {word} within a text must not be"
+                f"{len(raw_images)} images for {len(places)} places in the text as the chat "
+                f"template writes it: a part {PLACE} is a place, and {word} within a text must "
+                "not be"
             )
-        ids = list[int]()
-        images = list[Image]()
+        ids: list[int] = []
+        images: list[Image] = []
         files = [image.data for image in before]
-        end = 0
-        for place, picture in zip(places, pictures, strict=False):
+        end = 0  # the tokens up to here are in `ids`
+        for place, raw_image in zip(places, raw_images, strict=False):
+            # Copy the text before the placeholder, and leave the placeholder out.
             ids += token_ids[end:place]
             end = place + 1
-            file = self._file(picture)
-            try:
-                data = file() if callable(file) else file
-            except OSError as error:
-                raise ValueError(
-                    f"an image can't be read: {error}; paths are relative to {self._folder}"
-                ) from error
+
+            # The processor knows how many tokens an image of this size has.
+            file = self._file(raw_image)
+            data = self._read(file)
             files.append(data)
-            shown = [[decoded(data)]]
-            tokens = self._processor(text=[word], images=shown, add_special_tokens=False)[
-                "input_ids"
-            ][0]
-            length = len(tokens)
-            images.append(
-                Image(
-                    file=file,
-                    name=file_name(data),
-                    start=len(ids),
-                    length=length,
-                    placeholder=self.placeholder,
-                )
+            encoded = self._processor(
+                text=[word], images=[[decoded(data)]], add_special_tokens=False
             )
+            tokens = encoded["input_ids"][0]
+            image = Image(
+                file=file,
+                name=file_name(data),
+                start=len(ids),
+                length=len(tokens),
+                placeholder=self.placeholder,
+            )
+            images.append(image)
             ids += tokens
+
+        # Their number and size are limited over the whole sequence, as servers limit them.
         check_all(files)
-        return [*ids, *token_ids[end:]], tuple(images)
+        return ids + token_ids[end:], tuple(images)
 
     def observed(self, observation: Any) -> tuple[Any, Sequence[Any]]:
-        """Return also its texts with a space in each word that would be read as an image."""
-        told, pictures = self.seen({"messages": [*observation.messages]})
-        said = {"messages": told["messages"], "text": observation.text}
-        return dataclasses.replace(observation, **self._plain(said)), pictures
+        """Split an environment's observation into one with PLACE for its images, and these.
 
-    def _plain(self, said: Any) -> Any:
-        if isinstance(said, list):
-            return [*map(self._plain, said)]
-        if isinstance(said, dict):
-            return {name: self._plain(value) for name, value in said.items()}
-        word = self._processor.image_token
-        return said.replace(word, f"{word[0]} {word[1:]}") if isinstance(said, str) else said
+        Its texts have a space within each word that would be read as an image.
+        """
+        columns, raw_images = self.seen({"messages": list(observation.messages)})
+        messages = self._plain(columns["messages"])
+        text = self._plain(observation.text)
+        return dataclasses.replace(observation, messages=messages, text=text), raw_images
+
+    def _plain(self, value: Any) -> Any:
+        """Break the image token's word in all texts of a value."""
+        if isinstance(value, list):
+            return [self._plain(part) for part in value]
+        if isinstance(value, dict):
+            return {name: self._plain(part) for name, part in value.items()}
+        if isinstance(value, str):
+            word = self._processor.image_token
+            return value.replace(word, f"{word[0]} {word[1:]}")
+        return value
 
     def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
-        """Render contents as lists: some templates of models that see take no others."""
-        contents = [one.get("content") for one in messages]
-        parts = [
-            [{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents
-        ]
-        lists = [
-            {**message, "content": content}
-            for message, content in zip(messages, parts, strict=True)
-        ]
-        return super().render(lists, options, **more)
+        """Render a chat whose contents are lists: some templates of such models take no text."""
+        with_parts = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, str):
+                content = [{"type": "text", "text": content}]
+            with_parts.append(dict(message) | {"content": content})
+        return super().render(with_parts, options, **more)
 
     def origin(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
-        """Return the processor, and the files that rows name."""
-        found: list[Any] = [self._processor.to_json_string()]
-        with suppress(ValueError, OSError):  # of a row that is refused later
-            for picture in itertools.chain.from_iterable(self.seen(row)[1] for row in rows):
-                if path := self._path(picture):
-                    there = path.stat()
-                    found.append((str(path), there.st_size, there.st_mtime_ns))
-        return found
+        """Describe the processor, and the path, size and time of each file that rows name."""
+        facts: list[Any] = [self._processor.to_json_string()]
+        with suppress(ValueError, OSError):  # a row with such an error is refused later
+            for row in rows:
+                _, raw_images = self.seen(row)
+                for raw_image in raw_images:
+                    path = self._path(raw_image)
+                    if path:
+                        stat = path.stat()
+                        facts.append((str(path), stat.st_size, stat.st_mtime_ns))
+        return facts
 
-    def _file(self, picture: Any) -> bytes | Callable[[], bytes]:
-        if path := self._path(picture):
+    def _file(self, raw_image: Any) -> bytes | Callable[[], bytes]:
+        """Return the bytes of an image's file, or a function that reads them."""
+        path = self._path(raw_image)
+        if path:
             return Stored(path.read_bytes)
-        match picture:
+        match raw_image:
             case {"bytes": bytes(data)} | bytes(data):
                 return data
             case {"path": str(text)} | str(text):
-                hosts = self._data.image_hosts, f"{self._data.section}.image_hosts"
-                return from_text(text) if text.startswith("data:") else fetched(text, *hosts)
+                if text.startswith("data:"):
+                    return from_text(text)
+                return fetched(text, self._data.image_hosts, f"{self._data.section}.image_hosts")
             case PIL.Image.Image():
-                return png(picture)
+                return png(raw_image)
         raise ValueError(
-            f"an image must be a path, a data URL, bytes or of Pillow, got {picture!r:.80}"
+            f"an image must be a path, a data URL, bytes or of Pillow, got {raw_image!r:.80}"
         )
 
-    def _path(self, picture: Any) -> Path | None:
-        """Find an image in the data's folder; a symbolic link that leads out of it is the user's own."""
-        text = (
-            picture.get("path")
-            if isinstance(picture, Mapping) and not picture.get("bytes")
-            else picture
-        )
+    def _read(self, file: bytes | Callable[[], bytes]) -> bytes:
+        try:
+            return file() if callable(file) else file
+        except OSError as error:
+            raise ValueError(
+                f"an image can't be read: {error}; paths are relative to {self._folder}"
+            ) from error
+
+    def _path(self, raw_image: Any) -> Path | None:
+        """Return an image's path in the data's folder; None if it is no path.
+
+        A symbolic link may lead out of the folder: it is the user's own.
+        """
+        text = raw_image
+        if isinstance(raw_image, Mapping) and not raw_image.get("bytes"):
+            text = raw_image.get("path")
         if not isinstance(text, str) or text.startswith("data:") or "://" in text:
             return None
+        # Not resolved, so that a link within the folder counts as within. A row must not read
+        # other files of the machine by "..".
         path = Path(os.path.abspath(self._folder / text))
         if not path.is_relative_to(self._folder):
             raise ValueError(
-                f"the image {text!r:.80} is outside {self._folder}: put the data file above its images"
+                f"the image {text!r:.80} is outside {self._folder}: "
+                "put the data file above its images"
             )
         if path.exists() and not path.is_file():
             raise ValueError(f"the image {text!r:.80} is no file")
@@ -208,31 +244,46 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def _message(message: Any, found: list[Any]) -> Any:
-    """Return a message with PLACE for its pictures, which are added to those found; None: in the row's column."""
+def _put_first(messages: list[Any], num_images: int) -> None:
+    """Put places of images before the text of the first user message."""
+    for message in messages:
+        if message.get("role") == "user":
+            if isinstance(message.get("content"), str):
+                text = {"type": "text", "text": message["content"]}
+                message["content"] = [PLACE] * num_images + [text]
+            return
+
+
+def _with_places(message: Any, raw_images: list[Any]) -> Any:
+    """Return a copy of a message with PLACE for each image, which is added to `raw_images`.
+
+    None is added for a part without an image: that is in a column of the row.
+    """
     if not isinstance(message, Mapping):
         raise ValueError(
             f"a message must be {{'role': text, 'content': text}}, got {message!r:.80}"
         )
     content = message.get("content")
     if not isinstance(content, list):
-        return {**message}
-    parts = list[Mapping[str, str]]()
+        return dict(message)
+    parts: list[Mapping[str, str]] = []
     for part in content:
         match part:
             case {"type": "text", "text": str(text)}:
                 parts.append({"type": "text", "text": text})
                 continue
-            case {"type": "image_url", "image_url": {"url": str(picture)} | str(picture)}:
-                found.append(picture)
+            case {"type": "image_url", "image_url": {"url": str(url)} | str(url)}:
+                raw_images.append(url)
             case {"type": "image"}:
-                found.append(next((part[key] for key in KEYS if part.get(key) is not None), None))
+                values = [part[key] for key in KEYS if part.get(key) is not None]
+                raw_images.append(values[0] if values else None)
             case _:
                 raise ValueError(
-                    f"a part of a message must be of type text, image or image_url, got {part!r:.80}"
+                    "a part of a message must be of type text, image or image_url, "
+                    f"got {part!r:.80}"
                 )
         parts.append(PLACE)
-    return {
-        **message,
-        "content": parts if PLACE in parts else "".join(part["text"] for part in parts),
-    }
+    # Without images a message is plain text again.
+    if PLACE in parts:
+        return dict(message) | {"content": parts}
+    return dict(message) | {"content": "".join(part["text"] for part in parts)}
