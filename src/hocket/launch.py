@@ -67,7 +67,9 @@ class Child(subprocess.Popen[bytes]):
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") if log else contextlib.nullcontext() as output:
-            self.begin = output.tell() if output else 0  # of its words: another launch may have written before
+            self.begin = (
+                output.tell() if output else 0
+            )  # of its words: another launch may have written before
             super().__init__(
                 [sys.executable, "-P", *command],  # no file of this folder is a module
                 env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
@@ -122,8 +124,14 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     checkpoints.refuse_taken(config.run_dir, resume=config.checkpoint.resume)
     plan = place(config.launch, config.server.tensor_parallel_size, gpus)
     ports, taken = free_ports(config.server.host, config.server.port, len(plan.servers))
-    urls = ",".join(f"'{url}'" if "[" in url else url for url in map(config.url_at, ports))  # YAML's lists have []
-    arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
+    urls = ",".join(
+        f"'{url}'" if "[" in url else url for url in map(config.url_at, ports)
+    )  # YAML's lists have []
+    arguments = [
+        *arguments,
+        f"launch.servers={len(ports)}",
+        f"launch.trainers={plan.num_ranks}",
+    ]  # for the run's files
     if plan.ranks and not config.launch.share_gpu:
         arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
     serve = ["-m", "hocket", "serve", *arguments]
@@ -139,7 +147,10 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
         name = f"server_{number}" if len(ports) > 1 else "server"
         print(f"{name}: {config.url_at(port)} on {_where(own)}")
         commands.append((logs / f"{name}.log", [*serve, f"server.port={port}"], variables(own)))
-    print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
+    print(
+        f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}",
+        flush=True,
+    )
     if dry_run:
         taken.close()
         print("by hand:", *(_typed(command, env) for _, command, env in commands), sep="\n")
@@ -218,7 +229,9 @@ def visible_gpus() -> list[str]:
         return []
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         gpus = re.findall(r"[^\s,]+", chosen)
-        return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), gpus)]  # as CUDA reads it
+        return [
+            *itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), gpus)
+        ]  # as CUDA reads it
     return environment.nvidia_smi("index")
 
 
@@ -227,16 +240,25 @@ def refuse_missing(gpus: Sequence[str]) -> None:
     unknown = [gpu for gpu in gpus if not re.match(r"\d+$|GPU-|MIG-", gpu)]
     if unknown:
         which = f"{unknown[0]!r}, which is no GPU's number or UUID"
-        raise ConfigError(f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu")
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu"
+        )
     shown = environment.nvidia_smi("index")  # none where a container lacks it
     missing = ",".join(sorted(set(filter(str.isdecimal, gpus)).difference(shown)))
     if shown and missing:
         which = f"GPU {missing}, which nvidia-smi does not show"
-        raise ConfigError(f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu")
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu"
+        )
 
 
 def run_ranks(
-    command: Sequence[str], size: int, *, env: Mapping[str, str], check: Callable[[], None], logs: Path
+    command: Sequence[str],
+    size: int,
+    *,
+    env: Mapping[str, str],
+    check: Callable[[], None],
+    logs: Path,
 ) -> int:
     """Run a command as `size` ranks, as torchrun would (whose workers outlive it where it is killed).
 
@@ -246,7 +268,13 @@ def run_ranks(
     """
     number = str(size)
     port = str(free_port("127.0.0.1", 0))
-    env = {**env, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {
+        **env,
+        "WORLD_SIZE": number,
+        "LOCAL_WORLD_SIZE": number,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     ranks: list[Child] = []
     try:
         for rank in range(size):
@@ -268,7 +296,9 @@ def _status_of(ranks: Sequence[Child], check: Callable[[], None]) -> int:
             if child.returncode:
                 if child.log is not None:  # others print here
                     print(child.last_words(f"rank {number}"), file=sys.stderr)
-                return child.returncode if child.returncode > 0 else 128 - child.returncode  # as a shell says it
+                return (
+                    child.returncode if child.returncode > 0 else 128 - child.returncode
+                )  # as a shell says it
         if None not in statuses:
             return 0
         check()
@@ -281,7 +311,9 @@ def refuse_all_dead(servers: list[Child]) -> None:
         servers.remove(server)
         if not servers:
             server.refuse_dead()
-        print(f"{server.last_words('the server')}\nservers that are left: {len(servers)}", flush=True)
+        print(
+            f"{server.last_words('the server')}\nservers that are left: {len(servers)}", flush=True
+        )
 
 
 def variables(gpus: str) -> dict[str, str]:
@@ -289,10 +321,23 @@ def variables(gpus: str) -> dict[str, str]:
 
 
 def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
-    program = [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command  # it finds hocket
+    program = (
+        [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command
+    )  # it finds hocket
     if num_ranks > 1:
-        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]
-    return " ".join([*(f"{name}={value}" for name, value in env.items()), shlex.join([sys.executable, *program])])
+        program = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_ranks}",
+            *program,
+        ]
+    return " ".join(
+        [
+            *(f"{name}={value}" for name, value in env.items()),
+            shlex.join([sys.executable, *program]),
+        ]
+    )
 
 
 def _where(gpus: str) -> str:
@@ -349,7 +394,11 @@ def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
         model = run_dir / "model"
         more = ["model.lora=null"]
     rollouts = [*numbered(run_dir / "rollouts", "step_*.jsonl").values()]
-    prompt = json.loads(rollouts[-1].read_text(encoding="utf-8").split("\n")[0])["prompt"] if rollouts else ""
+    prompt = (
+        json.loads(rollouts[-1].read_text(encoding="utf-8").split("\n")[0])["prompt"]
+        if rollouts
+        else ""
+    )
     prompt = prompt if 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable() else "PROMPT"
     again = shlex.join([*given, f"run.dir={unused(run_dir)}"])
     use = shlex.join([*given, f"model.path={model}", *more])

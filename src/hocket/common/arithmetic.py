@@ -33,4 +33,6 @@ def _value(node: ast.AST, numbers: list[Any]) -> Any:
     if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _OPERATORS:
         operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
         return _OPERATORS[type(node.op)](*(_value(operand, numbers) for operand in operands))
-    raise ValueError(f"can't compute {ast.unparse(node)!r}: only numbers with + - * / // % and brackets")
+    raise ValueError(
+        f"can't compute {ast.unparse(node)!r}: only numbers with + - * / // % and brackets"
+    )

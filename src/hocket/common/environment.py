@@ -26,7 +26,10 @@ from hocket.errors import SetupError
 ROOT = Path(__file__).resolve().parents[3]
 VENV = ROOT / ".venv"
 FOLDER = ROOT / "requirements"
-LISTS = {"cpu": FOLDER / "cpu.txt", "cuda": ROOT / "requirements.txt"}  # the locks hold these and what these need
+LISTS = {
+    "cpu": FOLDER / "cpu.txt",
+    "cuda": ROOT / "requirements.txt",
+}  # the locks hold these and what these need
 SERVER_ALONE = "# The server alone"  # begins the last section of a list
 LAUNCHED = ("train", "sft", "rm", "dpo")  # by torchrun and the like; these need no engine
 INSTALLING = {"state": "installing"}
@@ -40,9 +43,13 @@ def prepare(notes: Iterable[str] = ()) -> None:
     """
     for note in [*notes, *shell.mend()]:
         print(f"hocket: {note}", file=sys.stderr)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads don't survive the forks of data loading
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # its threads don't survive the forks of data loading
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a waiting thread leaves its core to others
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # a waiting thread leaves its core to others
     programs = os.path.join(sys.prefix, "bin")  # ninja, for one
     searched = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if sys.prefix != sys.base_prefix and searched[0] != programs:
@@ -88,7 +95,10 @@ def builds() -> list[str]:
 
 def has_cuda() -> bool:
     """Check whether an NVIDIA driver is loaded: Linux's, or Windows' in WSL."""
-    return any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"))
+    return any(
+        Path(path).exists()
+        for path in ("/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
+    )
 
 
 def driver() -> int | None:
@@ -143,11 +153,16 @@ def _stay(command: str, users: Sequence[str]) -> None:
     lacks = missing(build, command)
     if users and (lacks or command == "install"):
         cause = f"lacks {', '.join(lacks[:5])}" if lacks else f"was made by an earlier {wanted}"
-        raise SetupError(f"{VENV} {cause}, and is in use by {users[0]}{others}: end these first, then run this again")
+        raise SetupError(
+            f"{VENV} {cause}, and is in use by {users[0]}{others}: end these first, then run this again"
+        )
     reason = "as this command changes nothing: `python3 run.py install` does"
     if users:
         reason = f"as it is in use by {users[0]}{others}"
-    print(f"run.py: {VENV} is not what requirements/{wanted} lists, and stays so, {reason}", file=sys.stderr)
+    print(
+        f"run.py: {VENV} is not what requirements/{wanted} lists, and stays so, {reason}",
+        file=sys.stderr,
+    )
 
 
 def _users() -> list[str]:
@@ -168,13 +183,20 @@ def _users() -> list[str]:
 
 def _added(build: str) -> list[str]:
     """Return the packages that .venv has besides its lock's, as "name==version"."""
-    listed = {"pip", "setuptools", "uv", *re.findall(r"(?m)^([\w.-]+?)={2,3}", _lock(build).read_text("utf-8"))}
+    listed = {
+        "pip",
+        "setuptools",
+        "uv",
+        *re.findall(r"(?m)^([\w.-]+?)={2,3}", _lock(build).read_text("utf-8")),
+    }
     folders = map(str, VENV.glob("lib/python*/site-packages"))
     packages = {
         re.sub(r"[-_.]+", "-", package.name).lower(): package.version
         for package in importlib.metadata.distributions(path=[*folders])
     }
-    return [f"{name}=={version}" for name, version in sorted(packages.items()) if name not in listed]
+    return [
+        f"{name}=={version}" for name, version in sorted(packages.items()) if name not in listed
+    ]
 
 
 def _install(command: str) -> None:
@@ -185,20 +207,29 @@ def _install(command: str) -> None:
             "LOCAL_RANK, if no launcher starts this"
         )
     if sys.platform != "linux":
-        raise SetupError(f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows")
+        raise SetupError(
+            f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows"
+        )
     import fcntl  # not on Windows
 
     with (ROOT / ".venv.lock").open("w") as turn:
-        print("run.py: .venv lacks packages; if another run.py installs them, this one waits", file=sys.stderr)
+        print(
+            "run.py: .venv lacks packages; if another run.py installs them, this one waits",
+            file=sys.stderr,
+        )
         fcntl.flock(turn, fcntl.LOCK_EX)
         if _is_complete():  # another process was faster
             return
         state = _state()
         if not state and VENV.exists():
             lacks = ", ".join(missing(builds()[0], command)[:5])
-            raise SetupError(f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it")
+            raise SetupError(
+                f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it"
+            )
         build = state["build"] if state.get("build") in builds() else builds()[0]
-        if build == "cuda" and (found := driver()) is not None and found < NEEDED_DRIVER:  # before a long download
+        if (
+            build == "cuda" and (found := driver()) is not None and found < NEEDED_DRIVER
+        ):  # before a long download
             needs = f"CUDA {NEEDED_CUDA} needs {NEEDED_DRIVER} or newer: update it, or set HOCKET_DEVICE=cpu"
             raise SetupError(f"the NVIDIA driver is {found}, and {needs}")
         update = state.get("build") == build and _python().exists()
@@ -207,10 +238,18 @@ def _install(command: str) -> None:
             added = _added(state.get("build", build)) if VENV.exists() else []
             with atomic_folder(VENV) as folder:  # in place of the old one
                 _note(folder, INSTALLING)
-            _run("virtual environment", [getattr(sys, "_base_executable", sys.executable), "-m", "venv", VENV], turn)
+            _run(
+                "virtual environment",
+                [getattr(sys, "_base_executable", sys.executable), "-m", "venv", VENV],
+                turn,
+            )
         _note(VENV, INSTALLING)
         try:
-            _run(f"packages for {build}", [_python(), "-I", FOLDER / "lock.py", "install", _lock(build)], turn)
+            _run(
+                f"packages for {build}",
+                [_python(), "-I", FOLDER / "lock.py", "install", _lock(build)],
+                turn,
+            )
         except SetupError:
             if update:
                 _note(VENV, state)  # uv downloads all before it changes any
@@ -272,7 +311,9 @@ def _note(folder: Path, state: dict[str, str]) -> None:
 def _enter() -> None:
     """Run the same command in .venv, in place of this process and with its id."""
     if os.environ.get("HOCKET_EXEC_PID") == str(os.getpid()):
-        raise SetupError(f"{_python()} does not run in {VENV}; delete that folder and run this again")
+        raise SetupError(
+            f"{_python()} does not run in {VENV}; delete that folder and run this again"
+        )
     os.environ["HOCKET_EXEC_PID"] = str(os.getpid())
     os.environ.pop("PYTHONHOME", None)  # of another Python: this one's packages would not be seen
     sys.stdout.flush()

@@ -32,7 +32,9 @@ def write_atomically(path: Path, text: str) -> None:
     partial = partial_of(path)
     with naming(path):
         try:
-            partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+            partial.write_text(
+                text, encoding="utf-8", errors="replace"
+            )  # JSON may hold half a surrogate pair
             os.replace(partial, path)
         except OSError:
             with suppress(OSError):
@@ -53,8 +55,14 @@ def naming(path: Path) -> Iterator[None]:
 
 def kind_of(folder: Path) -> str:
     """Return "model" or "adapter" (a version is one of them), "checkpoint", "run", or ""."""
-    marks = (("config.json", "model"), ("adapter_config.json", "adapter"), ("state.json", "checkpoint"))
-    return next((kind for name, kind in (*marks, ("metrics.jsonl", "run")) if (folder / name).is_file()), "")
+    marks = (
+        ("config.json", "model"),
+        ("adapter_config.json", "adapter"),
+        ("state.json", "checkpoint"),
+    )
+    return next(
+        (kind for name, kind in (*marks, ("metrics.jsonl", "run")) if (folder / name).is_file()), ""
+    )
 
 
 def newest_version(path: str) -> str:
@@ -69,7 +77,9 @@ def numbered(folder: Path, name: str, holds: str = "") -> dict[int, Path]:
     """Find what a run numbers, lowest number first: `name` is "v*" or the like. Other names there are a user's."""
     made = re.compile(name.replace("*", r"(\d{6,})"), re.ASCII)
     found = ((made.fullmatch(path.name), path) for path in folder.glob(name))
-    return dict(sorted((int(match[1]), path) for match, path in found if match and (path / holds).exists()))
+    return dict(
+        sorted((int(match[1]), path) for match, path in found if match and (path / holds).exists())
+    )
 
 
 def unused(path: Path) -> Path:
@@ -109,7 +119,9 @@ def complete_folder(path: Path) -> None:
     """Sync the partial folder of `path` to the disk and put it in the place of `path`."""
     partial = partial_of(path)
     old = path.with_name(f".{path.name}.old")
-    mode = partial.stat().st_mode & 0o666  # safetensors writes for the owner alone; a server may run as another user
+    mode = (
+        partial.stat().st_mode & 0o666
+    )  # safetensors writes for the owner alone; a server may run as another user
     for file in filter(Path.is_file, partial.iterdir()):
         file.chmod(mode)
         flush(file)

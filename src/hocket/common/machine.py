@@ -57,10 +57,17 @@ def free_memory() -> int:
     free = int(info["MemAvailable"].split()[0]) << 10
     for folder, limit, used, cached in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        (
+            "/sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
     ):
         with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
-            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            stat = dict(
+                line.split() for line in Path(folder, "memory.stat").read_text().splitlines()
+            )
             most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
             free = min(free, most - now + int(stat[cached]))  # cached files can go
     return max(free, 0)
@@ -116,6 +123,8 @@ def holder(number: int) -> str:
     for each in psutil.net_connections(kind="tcp"):
         if each.status == psutil.CONN_LISTEN and each.laddr.port == number:
             with suppress(psutil.Error, TypeError):  # TypeError: None, of another user
-                return f"process {each.pid} ({' '.join(psutil.Process(int(each.pid)).cmdline())[:90]})"
+                return (
+                    f"process {each.pid} ({' '.join(psutil.Process(int(each.pid)).cmdline())[:90]})"
+                )
             return "a process of another user"
     return "another process"

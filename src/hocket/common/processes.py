@@ -23,7 +23,9 @@ SPARE_TASKS = 2048
 OVER_LIMIT = 100  # exit status where they took too much
 PARENT_VARIABLE = "HOCKET_PARENT_PID"  # of a process of hocket that another started
 PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, of what is no secret
-SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE
+)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password
 ABANDONED: list[object] = []
 """What can't be ended, such as event loops whose tasks ignore that they are cancelled: a command exits without it."""
@@ -41,7 +43,10 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         status = 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"error: the output can't be written: {error.strerror}; free space where it goes", file=sys.stderr)
+        print(
+            f"error: the output can't be written: {error.strerror}; free space where it goes",
+            file=sys.stderr,
+        )
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 1
     # Quickstart may interrupt a command that is ending: libraries' exit handlers would print tracebacks.
@@ -67,7 +72,9 @@ def _status_of(main: Callable[[list[str]], int]) -> int:
 
 
 def _unless_finalizing(
-    error: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing, show: Callable[[Any], None] = sys.unraisablehook
+    error: Any,
+    is_finalizing: Callable[[], bool] = sys.is_finalizing,
+    show: Callable[[Any], None] = sys.unraisablehook,
 ) -> None:
     """Show an error of a destructor, unless Python is taking modules apart, which makes a plugin's clients fail."""
     if not is_finalizing():
@@ -78,7 +85,9 @@ def _unless_finalizing(
 def first(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
     """Have the first of these signals during the body call something; the next one acts as it did before."""
     before = signal.getsignal(number)
-    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():  # others get none
+    if (
+        before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread()
+    ):  # others get none
         yield
         return
 
@@ -114,17 +123,30 @@ def without_secrets() -> dict[str, str]:
     """Return the environment for code of others, without what looks like a secret."""
     passed = os.environ.get(PASS_VARIABLE, "").split(",")
     variables = os.environ.items()
-    return {k: v for k, v in variables if k in passed or not (SECRET_NAME.search(k) or _SECRET_VALUE.search(v))}
+    return {
+        k: v
+        for k, v in variables
+        if k in passed or not (SECRET_NAME.search(k) or _SECRET_VALUE.search(v))
+    }
 
 
 def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:
     """Return the command line that contains `command` and ends it with this process; 0: no limit."""
-    return [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), max_processes, max_mib)), *command]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        __file__,
+        *map(str, (os.getpid(), max_processes, max_mib)),
+        *command,
+    ]
 
 
 def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> int:
     """Run a command, kill what it leaves, return its status; a Ctrl-C gives it GRACE_S seconds."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes that lose their parent become children of this one
+    ctypes.CDLL(None).prctl(
+        _PR_SET_CHILD_SUBREAPER, 1
+    )  # processes that lose their parent become children of this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
     signal.signal(signal.SIGINT, lambda *_: signal.alarm(GRACE_S))
@@ -135,7 +157,10 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if max_processes:
             _limit_tasks()
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        with (
+            contextlib.suppress(OSError),
+            open("/proc/self/oom_score_adj", "w", encoding="ascii") as file,
+        ):
             file.write("1000")  # where memory runs out, the kernel kills this first
         os.execvp(command[0], list(command))
     try:
@@ -158,16 +183,24 @@ def _limit_tasks() -> None:
     """Refuse this user, unless it is root, more than SPARE_TASKS further processes and threads."""
     import resource  # not on Windows
 
-    with open("/proc/loadavg", encoding="ascii") as file, contextlib.suppress(ValueError):  # it is lower already
+    with (
+        open("/proc/loadavg", encoding="ascii") as file,
+        contextlib.suppress(ValueError),
+    ):  # it is lower already
         tasks = int(re.split("[ /]", file.read())[4])  # of all users
-        resource.setrlimit(resource.RLIMIT_NPROC, (tasks + SPARE_TASKS, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NPROC,
+            (tasks + SPARE_TASKS, resource.getrlimit(resource.RLIMIT_NPROC)[1]),
+        )
 
 
 def _is_over(max_processes: int, max_mib: int) -> bool:
     pages = []
     for pid in _descendants():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            pages.append(int(file.read().split()[1]))  # 0: it has ended, and its parent has not asked how
+            pages.append(
+                int(file.read().split()[1])
+            )  # 0: it has ended, and its parent has not asked how
         if sum(map(bool, pages)) > max_processes:
             return True
     return sum(pages) * os.sysconf("SC_PAGE_SIZE") > max_mib << 20
@@ -176,7 +209,9 @@ def _is_over(max_processes: int, max_mib: int) -> bool:
 def _descendants() -> Iterator[int]:
     todo = [os.getpid()]
     for pid in todo:  # it grows meanwhile
-        with contextlib.suppress(OSError):  # that one has ended: what it left is a child of this process
+        with contextlib.suppress(
+            OSError
+        ):  # that one has ended: what it left is a child of this process
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                     todo += (children := [int(child) for child in file.read().split()])

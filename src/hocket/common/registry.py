@@ -58,7 +58,9 @@ class Registry(Generic[T]):
 
         def add(item: Any) -> Any:
             if self._has(name):
-                raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
+                raise ConfigError(
+                    f"{self.kind} {name!r} is registered twice; choose another name for one of them"
+                )
             self.items[name] = item
             self._origins[name] = getattr(getattr(item, "function", item), "__module__", module)
             return item
@@ -74,12 +76,16 @@ class Registry(Generic[T]):
                 self._modules[name] = module
                 if not (error.name or "").startswith("hocket."):
                     raise
-                raise ConfigError(f"{self.kind} {name!r} needs {error.name}, which was deleted") from error
+                raise ConfigError(
+                    f"{self.kind} {name!r} needs {error.name}, which was deleted"
+                ) from error
         return name in self.items
 
     @property
     def names(self) -> set[str]:
-        return self.items.keys() | {name for name, module in self._modules.items() if is_there(module)}
+        return self.items.keys() | {
+            name for name, module in self._modules.items() if is_there(module)
+        }
 
     def each(self) -> Iterator[T]:
         """Yield all objects: those of the modules in the order of the table, then those that users have added."""
@@ -108,7 +114,9 @@ class Registry(Generic[T]):
             )
         return self.items[name]
 
-    def choose(self, chosen: str | Mapping[str, Any], setting: str, keys: Collection[str] = ()) -> T:
+    def choose(
+        self, chosen: str | Mapping[str, Any], setting: str, keys: Collection[str] = ()
+    ) -> T:
         """Return the object that `NAME` or `{name: NAME, option: value}` names, with these options bound to it.
 
         It is called by who asked, with the arguments `keys` beside the options; `bind` calls it at once, to try it.
@@ -127,7 +135,9 @@ class Registry(Generic[T]):
         """Return a maker of `name` with a section's options beside its `keys`, tried once; ConfigError if it fails."""
         target: Any = self.get(name, f"{section}.name: ")
         called = f"{self.kind} {name}"
-        make = functools.partial(target, **options_of(called, target, options, section=section, keys=keys))
+        make = functools.partial(
+            target, **options_of(called, target, options, section=section, keys=keys)
+        )
         try_out(make, called, section)
         return make
 
@@ -191,20 +201,26 @@ def options_of(
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(map(wrong, error.errors()))) from error
     except pydantic.PydanticUserError as error:
-        raise ConfigError(f"{plugin} has an annotation that pydantic can't check: {error}") from error
+        raise ConfigError(
+            f"{plugin} has an annotation that pydantic can't check: {error}"
+        ) from error
     return options
 
 
 def need(what: str, package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{what} needs the package {package}: .venv/bin/pip install {package}, or leave it out")
+        raise ConfigError(
+            f"{what} needs the package {package}: .venv/bin/pip install {package}, or leave it out"
+        )
 
 
 def try_out(make: Callable[[], Any], called: str, section: str) -> None:
     try:
         make()
     except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
+        raise ConfigError(
+            f"{called} refuses its options: {error}; change the section {section}"
+        ) from error
 
 
 def explain(item: Mapping[str, Any]) -> str:
@@ -276,7 +292,9 @@ def load_plugin(path: str) -> ModuleType:
     """Import one as `load_plugins`, and return its module."""
     file = Path(path).expanduser().resolve()
     if not file.is_file() or file.suffix != ".py":
-        raise ConfigError(f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}")
+        raise ConfigError(
+            f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}"
+        )
     name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in _PLUGINS:
         return sys.modules[name]
@@ -299,7 +317,9 @@ def load_plugin(path: str) -> ModuleType:
             cause += f"; .venv/bin/pip install {error.name}, or, for a file of yours, set PYTHONPATH to its folder"
         elif isinstance(error, ImportError) and error.name == "hocket":
             cause += "; decorators are in hocket.rewards and hocket.envs"
-        raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
+        raise ConfigError(
+            f"plugin {path!r} can't be imported: {file}, line {line}: {cause}"
+        ) from error
     registers = tuple(f"{registry.kind} {one}" for registry, one in _registered(name))
     digest = hashlib.sha256(loader.content).hexdigest()
     _PLUGINS[name] = Plugin(path, digest, loader.content.decode(errors="replace"), registers)

@@ -22,7 +22,9 @@ HUB = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFF
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEFT_OVER = f"if no launcher such as torchrun starts this: unset {' '.join(RANKS)}"
 MOST_FILES = 1 << 16  # of this process: some programs go through all that they might have
-LONGEST_FOLDER = 107 - 37  # bytes of the path: those of a socket in it, without its name, "/" and a UUID
+LONGEST_FOLDER = (
+    107 - 37
+)  # bytes of the path: those of a socket in it, without its name, "/" and a UUID
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -33,13 +35,19 @@ def begin() -> list[str]:
     unused = _search_packages_first()
     if not unused:
         return []
-    return [f"PYTHONPATH has {', '.join(unused)}: not used, as Python or its environment has modules of these names"]
+    return [
+        f"PYTHONPATH has {', '.join(unused)}: not used, as Python or its environment has modules of these names"
+    ]
 
 
 def _restart() -> None:
     """Start this command once more, with its id, where variables had Python begin otherwise."""
-    lacks_docstrings = sys.flags.optimize > 1 and os.environ.pop("PYTHONOPTIMIZE", "")  # transformers reads them
-    lacks_names = sys.getfilesystemencoding() == "ascii"  # of files: those with an umlaut could not be written down
+    lacks_docstrings = sys.flags.optimize > 1 and os.environ.pop(
+        "PYTHONOPTIMIZE", ""
+    )  # transformers reads them
+    lacks_names = (
+        sys.getfilesystemencoding() == "ascii"
+    )  # of files: those with an umlaut could not be written down
     if lacks_names:
         os.environ["PYTHONUTF8"] = "1"
         os.environ.setdefault("PYTHONIOENCODING", "ascii")  # for the terminal, as before
@@ -50,11 +58,22 @@ def _restart() -> None:
 def _search_packages_first() -> list[str]:
     """Search PYTHONPATH after Python and this environment; return its modules that these have, too."""
     places = sysconfig.get_paths()
-    kept = {str(Path(__file__).resolve().parents[2]), f"{places['platstdlib']}/lib-dynload", *places.values()}
-    inherited = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path} - kept
+    kept = {
+        str(Path(__file__).resolve().parents[2]),
+        f"{places['platstdlib']}/lib-dynload",
+        *places.values(),
+    }
+    inherited = {
+        os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+    } - kept
     behind = [path for path in sys.path if path in inherited]
     sys.path[:] = [path for path in sys.path if path not in behind] + behind
-    return [str(file) for path in behind for file in _modules(path) if _is_elsewhere(file.stem, before=path)]
+    return [
+        str(file)
+        for path in behind
+        for file in _modules(path)
+        if _is_elsewhere(file.stem, before=path)
+    ]
 
 
 def _modules(folder: str) -> Iterator[Path]:
@@ -69,7 +88,8 @@ def _is_elsewhere(module: str, *, before: str) -> bool:
     """Check whether Python has a module of that name, or a folder that is searched before this one."""
     folders = map(Path, sys.path[: sys.path.index(before)])
     is_package = any(
-        (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file() for folder in folders
+        (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
+        for folder in folders
     )
     return is_package or module in sys.stdlib_module_names
 
@@ -88,7 +108,9 @@ def mend() -> list[str]:
 
 def open_streams() -> None:
     """Open standard streams that are closed, and replace characters that they can't encode."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next file would be written as one
+    while (
+        descriptor := os.open(os.devnull, os.O_RDWR)
+    ) <= 2:  # else the next file would be written as one
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
@@ -122,7 +144,9 @@ def proxy_of(url: str) -> str:
         return ""
     for kind in (parts.scheme, "all"):
         if kind in proxies:
-            name = next(name for name in (f"{kind}_proxy", f"{kind}_proxy".upper()) if name in os.environ)
+            name = next(
+                name for name in (f"{kind}_proxy", f"{kind}_proxy".upper()) if name in os.environ
+            )
             return f"{name}={_without_password(proxies[kind])}"
     return ""
 
@@ -145,7 +169,9 @@ def socket_folder() -> str | None:
     for folder in SHORT_FOLDERS:
         if os.access(folder, os.W_OK | os.X_OK):
             return folder
-    raise SetupError(f"TMPDIR has {size} bytes, too many for sockets: set a folder of at most {LONGEST_FOLDER}")
+    raise SetupError(
+        f"TMPDIR has {size} bytes, too many for sockets: set a folder of at most {LONGEST_FOLDER}"
+    )
 
 
 def settle_ranks(*, launched: bool) -> None:
@@ -241,7 +267,9 @@ def _choose_tmpdir() -> Iterator[str]:
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
-        raise SetupError(f"no temporary folder can be written: {error.strerror}; free space, or set TMPDIR") from error
+        raise SetupError(
+            f"no temporary folder can be written: {error.strerror}; free space, or set TMPDIR"
+        ) from error
     if asked and os.path.abspath(asked) != os.path.abspath(folder):
         os.environ["TMPDIR"] = folder
         yield f"TMPDIR={asked} is no folder that can be written; {folder} is used"

@@ -37,7 +37,9 @@ def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
             stack.callback(_close, runner)
         else:
             thread = stack.enter_context(ThreadPoolExecutor(1))
-            thread.submit(int).result()  # it has started: an interrupt of its start would leave it behind
+            thread.submit(
+                int
+            ).result()  # it has started: an interrupt of its start would leave it behind
             stack.callback(thread.submit, _close, runner)
             runs = partial(_run_in, thread, runner)
         yield runs
@@ -68,7 +70,9 @@ def _close(runner: asyncio.Runner) -> None:
             ABANDONED.append(runner)
 
 
-def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]) -> Any:
+def _run_in(
+    thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]
+) -> Any:
     begun = Future[Any]()
 
     async def begin() -> Any:
@@ -77,7 +81,9 @@ def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Corou
 
     try:
         running = thread.submit(runner.run, begin())
-        while not running.done():  # a signal that another thread takes does not end a wait of this one
+        while (
+            not running.done()
+        ):  # a signal that another thread takes does not end a wait of this one
             wait([running], timeout=LOOK_S)
         return running.result()
     except KeyboardInterrupt:  # only the main thread gets it
@@ -123,7 +129,9 @@ def in_own_thread(call: Callable[[], T]) -> Future[T]:
         try:
             found.set_result(call())
         except BaseException as error:  # noqa: BLE001 - of who waits
-            if not isinstance(error, Exception) or isinstance(error, StopIteration | CancelledError):
+            if not isinstance(error, Exception) or isinstance(
+                error, StopIteration | CancelledError
+            ):
                 # These would end the event loop of who waits, are refused by its future, and would cancel the task.
                 error = RuntimeError(f"{type(error).__name__}: {error}")
             found.set_exception(error)

@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 MAX_BYTES = 20 << 20  # of a file
 MAX_PIXELS = 1 << 25
 MAX_IMAGES = 32  # of a prompt
-MAX_BYTES_TOGETHER = 40 << 20  # of a prompt's files: a request has 64 MiB, and base64 is a third longer
+MAX_BYTES_TOGETHER = (
+    40 << 20
+)  # of a prompt's files: a request has 64 MiB, and base64 is a third longer
 MAX_PIXELS_TOGETHER = 1 << 27  # of a prompt, which a server has in memory: 400 MB
-MARKS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "webp": b"WEBP"}  # within the first twelve bytes
+MARKS = {
+    "png": b"\x89PNG\r\n",
+    "jpeg": b"\xff\xd8\xff",
+    "webp": b"WEBP",
+}  # within the first twelve bytes
 FETCH_S = 30.0
 
 
@@ -35,7 +41,9 @@ def kind_of(data: bytes) -> str:
     """Return "png", "jpeg" or "webp". Raise ValueError for other files."""
     kind = next((name for name, mark in MARKS.items() if mark in data[:12]), None)
     if kind is None:
-        raise ValueError(f"an image is no PNG, JPEG or WebP: it begins with {data[:12]!r}; convert it to one of these")
+        raise ValueError(
+            f"an image is no PNG, JPEG or WebP: it begins with {data[:12]!r}; convert it to one of these"
+        )
     return kind
 
 
@@ -47,22 +55,35 @@ def decoded(data: bytes) -> "Image":
     from PIL import Image, ImageOps
 
     if len(data) > MAX_BYTES:
-        raise ValueError(f"an image has {len(data):,} bytes, more than {MAX_BYTES:,}: make it smaller")
+        raise ValueError(
+            f"an image has {len(data):,} bytes, more than {MAX_BYTES:,}: make it smaller"
+        )
     bomb = f"an image has more than {MAX_PIXELS:,} pixels: make it smaller"
     try:
         image: Image.Image = Image.open(BytesIO(data), formats=[kind_of(data).upper()])
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(bomb)
-        if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:  # a phone's JPEG may have more behind it
+        if (
+            image.format != "MPO" and getattr(image, "n_frames", 1) > 1
+        ):  # a phone's JPEG may have more behind it
             raise ValueError("an image is animated: save one of its frames")
         image.load()
         with suppress(Exception):  # of odd EXIF, as vLLM does
             image = ImageOps.exif_transpose(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(bomb) from error
-    except (OSError, SyntaxError, EOFError, LookupError, TypeError, ArithmeticError) as error:  # as Pillow raises them
+    except (
+        OSError,
+        SyntaxError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+    ) as error:  # as Pillow raises them
         raise ValueError(f"an image is damaged: {error}; save it again, or leave it out") from error
-    if image.mode != "RGB" and image.has_transparency_data:  # vLLM shows the colour that an RGB file leaves out
+    if (
+        image.mode != "RGB" and image.has_transparency_data
+    ):  # vLLM shows the colour that an RGB file leaves out
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
@@ -97,9 +118,13 @@ def data_url(data: bytes) -> str:
 def from_text(text: str) -> bytes:
     """Return the bytes of base64 or a data URL. Raise ValueError where they are neither."""
     try:
-        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+        return base64.b64decode(
+            text.partition(",")[2] if text.startswith("data:") else text, validate=True
+        )
     except ValueError as error:
-        raise ValueError(f"an image is no base64: {error}; write data:image/png;base64,...") from error
+        raise ValueError(
+            f"an image is no base64: {error}; write data:image/png;base64,..."
+        ) from error
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
@@ -119,7 +144,9 @@ def fetched(url: str, hosts: Collection[str], setting: str) -> bytes:
         with urllib.request.build_opener(_Stays).open(url, timeout=FETCH_S) as answer:
             return bytes(answer.read(MAX_BYTES + 1))
     except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"an image can't be had from {url:.80}: {error}; put the file beside the data") from error
+        raise ValueError(
+            f"an image can't be had from {url:.80}: {error}; put the file beside the data"
+        ) from error
 
 
 def part_of(data: bytes) -> dict[str, Any]:
@@ -127,7 +154,9 @@ def part_of(data: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": data_url(data)}}
 
 
-def shown(messages: Iterable[Mapping[str, Any]], images: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def shown(
+    messages: Iterable[Mapping[str, Any]], images: Iterable[bytes]
+) -> Iterator[dict[str, Any]]:
     """Yield messages as OpenAI's API has them, each part {"type": "image"} with the next picture."""
     parts = map(part_of, images)
     for message in messages:

@@ -41,12 +41,16 @@ def _encodable(value: Any) -> Any:
 class Observation:
     """What the model reads before its next turn, and how that turn is sampled."""
 
-    messages: Annotated[Sequence[Message], BeforeValidator(_encodable)] = ()  # rendered by the chat template
+    messages: Annotated[
+        Sequence[Message], BeforeValidator(_encodable)
+    ] = ()  # rendered by the chat template
     text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""  # instead of messages, as it is
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # None: rollout.max_tokens
     stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None  # None: rollout.stop
     goes_on: bool = False  # the model's turn is not over: the text counts as its own
-    state: StrictStr = ""  # alike where the next turn has the same task; default: where it reads the same
+    state: StrictStr = (
+        ""  # alike where the next turn has the same task; default: where it reads the same
+    )
 
     def __post_init__(self) -> None:
         if self.messages and (self.text or self.goes_on):
@@ -127,9 +131,13 @@ def environment(name: str) -> Callable[[type[E]], type[E]]:
 
     def add(made: type[E]) -> type[E]:
         if Environment not in getattr(made, "__mro__", ()):
-            raise ConfigError(f"environment {name!r} must be a class of its own: class Mine(Environment)")
+            raise ConfigError(
+                f"environment {name!r} must be a class of its own: class Mine(Environment)"
+            )
         if made.step is Environment.step and not hasattr(made, "run"):  # as agents have it
-            raise ConfigError(f"environment {name!r} lacks a method: async def step(self, action) -> Step")
+            raise ConfigError(
+                f"environment {name!r} lacks a method: async def step(self, action) -> Step"
+            )
         return register(made)
 
     return add

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from hocket.config import RewardSpec  # would take most of a worker's start
 
 F = TypeVar("F", bound=Callable[..., Any])
-Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
+Runs = Literal[
+    "inline", "async", "worker"
+]  # in this process and thread, in the event loop, in a worker process
 
 
 def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
-    return tuple(int(token) for one in rollout.sequences for token in compress(one.token_ids, one.mask))
+    return tuple(
+        int(token) for one in rollout.sequences for token in compress(one.token_ids, one.mask)
+    )
 
 
 def _decoded(rollout: Rollout) -> list[Any]:
@@ -38,18 +42,25 @@ _OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of 
 }
 _OF_ONE: dict[str, Callable[[Any], Any]] = {
     "completion": attrgetter("text"),  # without the end-of-sequence token
-    "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
+    "opening": lambda rollout: (
+        rollout.sequences[-1].opening
+    ),  # of a thought, before the completion: "<think>\n"
     "token_ids": _sampled_ids,  # in the whole episode
     "finish_reason": attrgetter("finish_reason"),  # "stop", "length" or "abort"
     "rollout": lambda rollout: rollout,
 }
 _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
-    "completions": lambda rollouts: [rollout.text for rollout in rollouts],  # of those that have not failed
+    "completions": lambda rollouts: [
+        rollout.text for rollout in rollouts
+    ],  # of those that have not failed
     "rollouts": list,
 }
 _OF_FIRST = _OF_PROMPT | _OF_ONE
 _ELSEWHERE = {  # argument of another program's rewards → here
-    **dict.fromkeys(("response", "output", "generation", "prediction", "solution_str", "generated_text"), "completion"),
+    **dict.fromkeys(
+        ("response", "output", "generation", "prediction", "solution_str", "generated_text"),
+        "completion",
+    ),
     **dict.fromkeys(("responses", "outputs", "generations"), "completions"),
     **dict.fromkeys(("ground_truth", "label", "reference", "gold", "expected"), "answer"),
     **dict.fromkeys(("question", "query"), "prompt"),
@@ -68,7 +79,9 @@ class RetryError(Exception):
 
 def named(rollout: Rollout) -> dict[str, Any]:
     """Make the parameters that a reward can name of a rollout, as values of JSON; images are data URLs."""
-    told = {name: of(rollout) for name, of in _OF_FIRST.items() if name not in ("rollout", "images")}
+    told = {
+        name: of(rollout) for name, of in _OF_FIRST.items() if name not in ("rollout", "images")
+    }
     if images := rollout.prompt.images:
         from hocket.common.vision import data_url
 
@@ -99,7 +112,11 @@ class Reward:
     @property
     def called(self) -> Callable[..., Any]:
         """What has the signature of a call."""
-        return partial(self.function.__call__, None) if inspect.isclass(self.function) else self.function
+        return (
+            partial(self.function.__call__, None)
+            if inspect.isclass(self.function)
+            else self.function
+        )
 
     @property
     def needs_answer(self) -> bool:
@@ -111,7 +128,11 @@ class Reward:
 
     def made(self) -> Callable[..., Any]:
         """Return the function with its options, or a new instance."""
-        return self.function(**self.options) if self.is_class else partial(self.function, **self.options)
+        return (
+            self.function(**self.options)
+            if self.is_class
+            else partial(self.function, **self.options)
+        )
 
     def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         return {
@@ -150,7 +171,14 @@ def reward(
 
     def add(function: F) -> F:
         runs: Runs = "inline" if inline else "worker"
-        made = Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline, check=check)
+        made = Reward(
+            name=name,
+            function=function,
+            runs=runs,
+            imports=imports,
+            own_deadline=own_deadline,
+            check=check,
+        )
         if inspect.iscoroutinefunction(made.called):
             made = dataclasses.replace(made, runs="async")
         register(made)
@@ -176,8 +204,12 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     of_group = not asks_for.isdisjoint(_OF_GROUP)
     if "prompts" in asks_for or (of_group and not asks_for.isdisjoint(_OF_ONE)):
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
-        groups = "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
-        raise ConfigError(f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}")
+        groups = (
+            "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
+        )
+        raise ConfigError(
+            f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}"
+        )
     known = _OF_PROMPT.keys() | (_OF_GROUP if of_group else _OF_ONE)
     fields = set(type(spec).model_fields)
     options = spec.model_dump(exclude=fields)
@@ -187,17 +219,35 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         reserved.remove("retries")
         options["retries"] = more.pop("retries")
     if reserved:
-        raise ConfigError(f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument")
+        raise ConfigError(
+            f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument"
+        )
     if found.is_class:
         options = options_of(called, found.function, options, section=section)
-        options_of(called, found.called, {}, section=section, keys=known, elsewhere=_ELSEWHERE)  # a call gets none
+        options_of(
+            called, found.called, {}, section=section, keys=known, elsewhere=_ELSEWHERE
+        )  # a call gets none
     else:
         if taken := known & options.keys():
-            raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-        options = options_of(called, found.called, options, section=section, keys=known, row=_ROW, elsewhere=_ELSEWHERE)
-    bound = dataclasses.replace(found, options=options, asks_for=asks_for & known, of_group=of_group, **more)
+            raise ConfigError(
+                f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option"
+            )
+        options = options_of(
+            called,
+            found.called,
+            options,
+            section=section,
+            keys=known,
+            row=_ROW,
+            elsewhere=_ELSEWHERE,
+        )
+    bound = dataclasses.replace(
+        found, options=options, asks_for=asks_for & known, of_group=of_group, **more
+    )
     if found.check is not None:
         found.check(**options)
-    if found.is_class and found.runs != "worker":  # set up where it is used; those of workers may be large
+    if (
+        found.is_class and found.runs != "worker"
+    ):  # set up where it is used; those of workers may be large
         try_out(bound.made, called, section)
     return bound

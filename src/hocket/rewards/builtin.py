@@ -74,7 +74,9 @@ def regex(completion: str, pattern: str, full: bool = False) -> float:
 
 
 @reward("json_schema", imports=("jsonschema",))
-def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", schema: Any = None) -> float:
+def json_schema(
+    completion: str, meta: Mapping[str, Any], opening: str = "", schema: Any = None
+) -> float:
     from jsonschema import Draft202012Validator, validators
 
     if schema is not None:
@@ -87,14 +89,20 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
     kind.check_schema(schema)
     said = after_thought(completion, opening)
     try:
-        return float(kind(schema).is_valid(json.loads(last_block(said) or said, parse_constant=_refuse)))
+        return float(
+            kind(schema).is_valid(json.loads(last_block(said) or said, parse_constant=_refuse))
+        )
     except (ValueError, RecursionError):
         return 0.0
 
 
 @reward("countdown", inline=True)
 def countdown(
-    completion: str, answer: str, meta: Mapping[str, Any], numbers: str = "nums", format_score: float = 0.0
+    completion: str,
+    answer: str,
+    meta: Mapping[str, Any],
+    numbers: str = "nums",
+    format_score: float = 0.0,
 ) -> float:
     """Score the task of TinyZero; its `format_score` is 0.1."""
     given = [float(number) for number in list_of("numbers", meta, numbers)]  # tables may hold text
@@ -113,7 +121,9 @@ def countdown(
 @reward("env", inline=True)
 def env(rollout: Rollout) -> float:
     if rollout.reward is None:
-        raise ValueError("the episode has no reward: set env.name, let the agent return one, or name another reward")
+        raise ValueError(
+            "the episode has no reward: set env.name, let the agent return one, or name another reward"
+        )
     return rollout.reward
 
 
@@ -132,7 +142,9 @@ def math(completion: str, answer: str, opening: str = "") -> float:
     reference = _in_digits(_reference(answer).replace(r"\$", ""))
     completion = _in_digits(completion.replace(r"\$", ""))
     delimited = "$" in reference or r"\boxed" in reference
-    gold: list[Any] = parse(reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None)
+    gold: list[Any] = parse(
+        reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None
+    )
     if not gold:
         raise ValueError(f"math-verify can't read the reference answer {reference!r}")
     given: list[Any] = parse(after_thought(completion, opening), parsing_timeout=None)
@@ -154,7 +166,9 @@ def list_of(option: str, meta: Mapping[str, Any], name: str) -> Sequence[Any]:
     """Return the list in the column that an option names. Raise ValueError without one."""
     given = column(meta, name)
     if not isinstance(given, Sequence) or not given:
-        raise ValueError(f"the row has no list of {option} in the column {name!r}: set the option {option}")
+        raise ValueError(
+            f"the row has no list of {option} in the column {name!r}: set the option {option}"
+        )
     return given
 
 

@@ -33,7 +33,9 @@ def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
     if not of_group:
         return [as_score(returned)]
     if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__len__"):
-        raise NoScoreError(f"returned {_kind(returned)} instead of a list of {size} results, one per completion")
+        raise NoScoreError(
+            f"returned {_kind(returned)} instead of a list of {size} results, one per completion"
+        )
     if len(returned) != size:
         raise NoScoreError(f"returned {len(returned)} results for {size} completions")
     return [as_score(one) for one in returned]
@@ -70,14 +72,18 @@ def failure(error: BaseException) -> Score:
     return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
 
 
-def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Score]]) -> list[Score]:
+def compose(
+    specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Score]]
+) -> list[Score]:
     """Return the scores of a group: each total is the sum of weight · value.
 
     A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
     of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
     """
     rows = [dict(zip(results, row, strict=True)) for row in zip(*results.values(), strict=True)]
-    is_open = [all(row[name].total > 0 for name, spec in specs.items() if spec.gate) for row in rows]  # NaN is not
+    is_open = [
+        all(row[name].total > 0 for name, spec in specs.items() if spec.gate) for row in rows
+    ]  # NaN is not
     totals = [0.0] * len(rows)
     for name, spec in specs.items():
         for i, value in _adjusted(results[name], spec).items():
@@ -89,10 +95,14 @@ def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Sc
 def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float]:
     """Return a reward's values, by rollout, as they count in the totals."""
     low, high = spec.clip or (-math.inf, math.inf)
-    values = {i: min(max(score.total, low), high) for i, score in enumerate(scores) if score.error is None}
+    values = {
+        i: min(max(score.total, low), high) for i, score in enumerate(scores) if score.error is None
+    }
     if not spec.normalize:
         return values
-    values = {i: value for i, value in values.items() if abs(value) <= LARGEST}  # others are errors, in `_whole`
+    values = {
+        i: value for i, value in values.items() if abs(value) <= LARGEST
+    }  # others are errors, in `_whole`
     mean = sum(values.values()) / max(len(values), 1)
     squares = sum((value - mean) * (value - mean) for value in values.values())
     deviation = math.sqrt(squares / max(len(values) - 1, 1))
@@ -102,18 +112,29 @@ def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float
 def _whole(results: Mapping[str, Score], total: float) -> Score:
     """Return a rollout's score: its parts are what the rewards gave, its note what they said."""
     parts = dict[str, float]()
-    errors = [f"{name}: {result.error}" for name, result in results.items() if result.error is not None]
-    note = _plain("\n".join(f"{name}: {result.note}" for name, result in results.items() if result.note))
+    errors = [
+        f"{name}: {result.error}" for name, result in results.items() if result.error is not None
+    ]
+    note = _plain(
+        "\n".join(f"{name}: {result.note}" for name, result in results.items() if result.note)
+    )
     for name, result in results.items():
         if result.error is None:
-            parts |= {name: result.total, **{f"{name}/{part}": value for part, value in result.parts.items()}}
+            parts |= {
+                name: result.total,
+                **{f"{name}/{part}": value for part, value in result.parts.items()},
+            }
     if len(parts) > MAX_PARTS:
-        return no_score(f"its rewards have {len(parts):,} parts, more than {MAX_PARTS:,}: name fewer")
+        return no_score(
+            f"its rewards have {len(parts):,} parts, more than {MAX_PARTS:,}: name fewer"
+        )
     if errors:
         return Score(total=math.nan, parts=parts, error=_plain("; ".join(errors)), note=note)
     if max(map(abs, (total, *parts.values()))) <= LARGEST:
         return Score(total=total, parts=parts, note=note)
-    return no_score(f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}")
+    return no_score(
+        f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}"
+    )
 
 
 def _plain(value: object) -> str:
@@ -142,12 +163,17 @@ def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:
 
     Pairs are those of a group that the second reward orders; one that is equal by the first counts half.
     """
-    known = [[(a.total, b.total) for a, b in group if math.isfinite(a.total + b.total)] for group in groups]
+    known = [
+        [(a.total, b.total) for a, b in group if math.isfinite(a.total + b.total)]
+        for group in groups
+    ]
     pairs = itertools.chain(*(itertools.combinations(group, 2) for group in known))
     alike = [((a - c) * (b - d) > 0) + (a == c) / 2 for (a, b), (c, d) in pairs if b != d]
     if not alike:
         return "no two rollouts of a group differ"
     import pandas as pd  # would take most of a worker's start
 
-    overall = pd.DataFrame(itertools.chain(*known)).corr("spearman").iloc[0, 1]  # NaN where all are equal
+    overall = (
+        pd.DataFrame(itertools.chain(*known)).corr("spearman").iloc[0, 1]
+    )  # NaN where all are equal
     return f"rank correlation {overall:.3f}; {statistics.fmean(alike):.1%} of {len(alike)} pairs in the same order"
