@@ -294,22 +294,22 @@ def refuse_owned(
     prefix: str,
     names: Iterable[str],
     owned: Mapping[str, str],
-    known: Collection[str],
+    known_names: Collection[str],
     unknown: str,
 ) -> None:
     """Raise ValueError for the settings `names` of another program that a user can't set.
 
     `owned` maps a setting that hocket sets itself to the setting of hocket for it, or to "". A name
-    that is in neither `owned` nor `known` is refused with the sentence `unknown`. The error lists
-    all of them, each behind `prefix`.
+    that is in neither `owned` nor `known_names` is refused with the sentence `unknown`. The error
+    lists all of these names, each behind `prefix`.
     """
     problems = []
     for name in names:
         if name in owned:
             advice = f"set {owned[name]}" if owned[name] else "leave it out"
             problems.append(f"{prefix}{name} can't be set, as hocket sets it: {advice}")
-        elif name not in known:
-            guess = nearest(name, set(known) - owned.keys())
+        elif name not in known_names:
+            guess = nearest(name, set(known_names) - owned.keys())
             problems.append(f"{prefix}{name}{unknown}{guess}")
     if problems:
         raise ValueError("; ".join(problems))

@@ -160,8 +160,8 @@ class InLoop(Runner):
 async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
     """Make a call, and repeat it up to `retries` times while it raises RetryError.
 
-    The wait is the error's `retry_after`, or doubles from retry to retry. Who asks for a wait
-    longer than MAX_BACK_OFF_S gets no retry.
+    The wait is the error's `retry_after`, or doubles from retry to retry. An error that wants a
+    longer wait than MAX_BACK_OFF_S is raised at once.
     """
     for attempt in range(retries):
         try:

@@ -71,7 +71,9 @@ class RewardScorer:
         if not played:
             return tuple(scores)
         # Rollouts whose episodes failed are left out: no reward compares others with them.
-        results = {name: [values[i][name] for i in played] for name in values[played[0]]}
+        results = {}
+        for name in values[played[0]]:
+            results[name] = [values[i][name] for i in played]
         results |= await self._call_rewards([rollouts[i] for i in played], of_group=True)
         for i, score in zip(played, compose(self._specs, results), strict=True):
             scores[i] = score

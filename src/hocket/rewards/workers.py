@@ -42,9 +42,9 @@ MAX_LINE = 1 << 12  # bytes of a printed line
 
 
 class Workers(Runner):
-    """Calls rewards in NUM_WORKERS processes.
+    """Calls rewards in NUM_WORKERS processes, each of which calls one at a time.
 
-    Each process belongs to a thread, which sends it requests and starts another one if it ends.
+    A process belongs to a thread, which sends it requests, and replaces it when it has ended.
     """
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
@@ -121,7 +121,8 @@ class Worker:
         self._answers, answers = Pipe(duplex=False)
         variables = without_secrets()
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        # This process closes its copies of the worker's ends: only so it sees that the worker ends.
+        # Close this process's copies of the worker's ends: while they are open, the pipes would
+        # not show that the worker has ended.
         with requests, answers:
             worker_ends = requests.fileno(), answers.fileno()
             program = f"from hocket.rewards.workers import work; work{worker_ends}"
@@ -211,7 +212,10 @@ def _show(output: IO[bytes], line_numbers: Iterator[int]) -> None:
     Further lines are read, or the worker would wait until its pipe has room.
     """
     with output:
-        for line in iter(lambda: output.readline(MAX_LINE), b""):
+        while True:
+            line = output.readline(MAX_LINE)
+            if not line:
+                return
             number = next(line_numbers)
             if number > MAX_LINES:
                 line = b"rewards have printed more: it is not shown\n"
