@@ -17,6 +17,7 @@ TAIL_BYTES = 1 << 16  # bytes from the end of a program's output in which lines 
 
 
 def sha256_of(path: Path) -> str:
+    """Hash a file's content, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

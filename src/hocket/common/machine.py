@@ -102,14 +102,17 @@ def is_here(host: str) -> bool:
 
 
 def url_of(host: str, port: int) -> str:
+    """Write the URL of a host, which may be an IPv6 address, and a port."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def family_of(host: str) -> socket.AddressFamily:
+    """Choose IPv6 for a host that is such an address, else IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
+    """Check whether only this machine can connect to a host. Names but localhost count as open."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -54,8 +54,8 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
         )
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 1
-    # Quickstart may interrupt a command that is ending already: exit handlers of libraries would
-    # print tracebacks.
+    # Ignore further interrupts, such as quickstart's: the exit handlers of libraries would print
+    # tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if ABANDONED:
         sys.stderr.flush()
@@ -146,7 +146,7 @@ def without_secrets() -> dict[str, str]:
 
 
 def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:
-    """Make the command line that runs `command` contained, and ends it with this process.
+    """Make the command line that runs `command` and kills its processes when this one ends.
 
     The limits, 0 for none, hold for all processes of the command together.
     """
@@ -162,7 +162,7 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
 
     A Ctrl-C gives it GRACE_S seconds. A command over its limits is killed: OVER_LIMIT.
     """
-    # Processes that lose their parent become children of this one, which can so find them all.
+    # A process that loses its parent becomes a child of this one, so that all can be found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
@@ -174,7 +174,7 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if max_processes:
             _limit_tasks()
-        # When memory runs out, the kernel shall kill this process first.
+        # Have the kernel kill this process first when memory runs out.
         score = "/proc/self/oom_score_adj"
         with contextlib.suppress(OSError), open(score, "w", encoding="ascii") as file:
             file.write("1000")

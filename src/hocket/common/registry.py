@@ -128,6 +128,7 @@ class Registry(Generic[T]):
         return sorted(name for name in self.items if self._origins.get(name) == module)
 
     def forget(self, name: str) -> None:
+        """Remove a name, for a plugin that failed."""
         del self.items[name]
 
     def get(self, name: str, setting: str = "") -> T:
@@ -207,29 +208,10 @@ def options_of(
     import pydantic  # its import would take a third of a reward worker's start
     import typing_extensions as typed  # before Python 3.12 pydantic needs its TypedDict
 
+    # The options are described to pydantic as a TypedDict, with a field for each parameter.
     parameters = inspect.signature(target).parameters
     plugin = f"{title}({', '.join(parameters)})"
-
-    # Describe the options to pydantic as a TypedDict, one field per parameter.
-    types = dict[str, Any]()
-    config = pydantic.ConfigDict(
-        extra="forbid",
-        arbitrary_types_allowed=True,
-        coerce_numbers_to_str=True,  # as the settings are read
-        allow_inf_nan=False,
-    )
-    for name, parameter in parameters.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"{plugin} gets its arguments by name: remove the / from them")
-        if parameter.kind is parameter.VAR_KEYWORD:
-            config["extra"] = "allow"
-        elif name not in keys:
-            annotation = parameter.annotation
-            if annotation is parameter.empty or isinstance(annotation, str):
-                annotation = Any
-            if parameter.default is not parameter.empty:
-                annotation = typed.NotRequired[annotation]
-            types[name] = annotation
+    types = _option_types(plugin, parameters, keys)
 
     def explain_option(item: Any) -> str:
         """Turn one of pydantic's errors into a sentence."""
@@ -244,6 +226,13 @@ def options_of(
             return f"{plugin} needs the option {key!r}{guess}: set {section}.{key}{row}"
         return f"{section}.{key}: {explain(item)}"
 
+    takes_any = any(value.kind is value.VAR_KEYWORD for value in parameters.values())
+    config = pydantic.ConfigDict(
+        extra="allow" if takes_any else "forbid",
+        arbitrary_types_allowed=True,
+        coerce_numbers_to_str=True,  # as the settings are read
+        allow_inf_nan=False,
+    )
     make_model: Any = typed.TypedDict
     model = pydantic.with_config(config)(make_model("Options", types))
     try:
@@ -255,6 +244,27 @@ def options_of(
             f"{plugin} has an annotation that pydantic can't check: {error}"
         ) from error
     return checked
+
+
+def _option_types(
+    plugin: str, parameters: Mapping[str, inspect.Parameter], keys: Collection[str]
+) -> dict[str, Any]:
+    """Map the parameters that are options to their types; Any for those without a type."""
+    import typing_extensions as typed
+
+    types = {}
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{plugin} gets its arguments by name: remove the / from them")
+        if parameter.kind is parameter.VAR_KEYWORD or name in keys:
+            continue
+        annotation = parameter.annotation
+        if annotation is parameter.empty or isinstance(annotation, str):
+            annotation = Any
+        if parameter.default is not parameter.empty:
+            annotation = typed.NotRequired[annotation]
+        types[name] = annotation
+    return types
 
 
 def need(user: str, package: str) -> None:

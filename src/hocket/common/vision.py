@@ -112,16 +112,19 @@ def check_all(files: Collection[bytes]) -> None:
 
 
 def png(image: "Image") -> bytes:
+    """Encode an image as a PNG file."""
     file = BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
 
 
 def file_name(data: bytes) -> str:
+    """Name a file after its content, so that equal images are stored once: "SHA256.png"."""
     return f"{hashlib.sha256(data).hexdigest()}.{kind_of(data)}"
 
 
 def data_url(data: bytes) -> str:
+    """Write a file as a data URL: "data:image/png;base64,..."."""
     return f"data:image/{kind_of(data)};base64,{base64.b64encode(data).decode()}"
 
 

@@ -20,6 +20,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w.,\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w|\.\d)
 
 @reward("exact_match", inline=True)
 def exact_match(completion: str, answer: str) -> float:
+    """Give 1 for the reference answer, white space around it ignored, else 0."""
     return float(completion.strip() == _reference(answer).strip())
 
 
@@ -79,6 +80,7 @@ def repetition(completion: str, n: int = 3) -> float:
 
 @reward("regex")
 def regex(completion: str, pattern: str, full: bool = False) -> float:
+    """Give 1 if the pattern matches a part of the completion, or with `full` all of it, else 0."""
     search = re.fullmatch if full else re.search
     return float(bool(search(pattern, completion, re.DOTALL)))
 
@@ -139,6 +141,7 @@ def countdown(
 
 @reward("env", inline=True)
 def env(rollout: Rollout) -> float:
+    """Pass on the reward of the episode, which its environment or agent gave."""
     if rollout.reward is None:
         raise ValueError(
             "the episode has no reward: set env.name, let the agent return one, or name another "

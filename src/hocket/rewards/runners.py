@@ -94,6 +94,7 @@ class InLoop(Runner):
         holding.add_done_callback(_HOLDING.discard)
 
     async def set_up(self) -> None:
+        """Wait until the reward is set up. Raises NoScoreError if that fails, or takes too long."""
         timeout_s = self._start_timeout_s
         if not self._function.done():
             await asyncio.wait({self._function}, timeout=timeout_s)

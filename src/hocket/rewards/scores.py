@@ -67,6 +67,7 @@ def as_score(returned: Any) -> Score:
 
 
 def no_score(error: object, note: object = "") -> Score:
+    """Make a score with an error: its total is NaN."""
     return Score(total=math.nan, error=_plain(error), note=_plain(note))
 
 
