@@ -202,8 +202,8 @@ def _commands(
         url = config.url_at(port)
         urls.append(f"'{url}'" if "[" in url else url)  # quoted: in YAML's lists [] has a meaning
     serve = ["-m", "hocket", "serve", *arguments]
-    train = ["-m", "hocket", "train", *arguments, "server.discover=null"]
-    train.append(f"server.urls=[{','.join(urls)}]")
+    train = ["-m", "hocket", "train", *arguments]
+    train += ["server.discover=null", f"server.urls=[{','.join(urls)}]"]
     if config.observe.page:  # `launch` starts the page itself
         train.append("observe.page=false")
     return serve, train
@@ -219,7 +219,8 @@ def _interrupt_on_hangup() -> None:
 def page_of(run_dir: Path, observe: ObserveConfig, token: str | None) -> Child:
     """Start the page of a run and print its URL. Its process reads the run folder, nothing else."""
     with listening(observe.host, observe.port, token) as sock:
-        print(f"page: {url_of(*sock.getsockname()[:2])}/", flush=True)
+        host, port = sock.getsockname()[:2]  # an IPv6 address has four parts
+        print(f"page: {url_of(host, port)}/", flush=True)
         command = ["-m", "hocket", "watch", str(run_dir), f"--socket={sock.fileno()}"]
         env = {"HOCKET_TOKEN": token or ""}
         return Child(command, env=env, log=run_dir / "logs" / "page.log", sockets=[sock])
