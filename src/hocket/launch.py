@@ -1,9 +1,8 @@
-"""Start hocket's processes on this machine, servers and trainer ranks, and end them."""
+"""Start the servers and the trainer's ranks of a run on this machine, and end them."""
 
 import contextlib
 import errno
 import functools
-import itertools
 import json
 import os
 import re
@@ -29,31 +28,37 @@ from hocket.trainer import checkpoints
 ENGINES: Registry[Callable[..., None]] = Registry(
     "engine", **dict.fromkeys(("slurm", "ray", "kubernetes"), "hocket.extras.cluster.engines")
 )
-"""What runs a config on several nodes: (settings, gpus_per_node, output, submit=, dry_run=) writes its files.
+"""Functions that run a config on several nodes, for `launch --engine NAME`.
 
-Example: `launch --engine pbs` of a plugin.
+Called with (settings, gpus_per_node, output, submit=, dry_run=), one writes the files of its system
+to `output`. Example: `launch --engine pbs` of a plugin.
 
     @ENGINES.register("pbs")
     def pbs(settings, gpus_per_node, output, *, submit, dry_run):
         output.write_text(f"python3 run.py launch {' '.join(settings)}")
 """
-STOP_TIMEOUT_S = 15.0
-LONGEST_PROMPT = 80  # characters, in a command
-NUM_LINES = 15  # of a server's log, in an error
+STOP_TIMEOUT_S = 15.0  # seconds that a process has to end before it is killed
+LONGEST_PROMPT = 80  # characters of a prompt that a printed command shows
+NUM_LINES = 15  # lines from the end of a server's log that an error shows
 
 
 def die_with_launcher() -> bool:
-    """Have the kernel end this process with the one of hocket that started it, if one did."""
+    """Have the kernel end this process with the process of hocket that started it, if one did.
+
+    Returns True if one did.
+    """
     parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is not None:
-        for number in (signal.SIGINT, signal.SIGUSR1):  # background jobs ignore the first
-            signal.signal(number, signal.default_int_handler)
-        die_with_parent(int(parent), signal.SIGTERM)
-    return parent is not None
+    if parent is None:
+        return False
+    # Both signals interrupt: a shell has its background jobs ignore SIGINT.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler)
+    die_with_parent(int(parent), signal.SIGTERM)
+    return True
 
 
 class Child(subprocess.Popen[bytes]):
-    """Run a command in a process that ends with this one; without `log` it shares the output."""
+    """A Python process that ends with this one. Without `log` it writes to this one's output."""
 
     def __init__(
         self,
@@ -64,15 +69,19 @@ class Child(subprocess.Popen[bytes]):
         sockets: Sequence[socket.socket] = (),
     ) -> None:
         self.log = log
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") if log else contextlib.nullcontext() as output:
-            self.begin = (
-                output.tell() if output else 0
-            )  # of its words: another launch may have written before
+        self.begin = 0  # byte of the log at which this process begins to write
+        variables = dict(os.environ)
+        variables.update(env)
+        variables[PARENT_VARIABLE] = str(os.getpid())
+        with contextlib.ExitStack() as stack:
+            output = None
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("ab"))
+                self.begin = output.tell()  # another launch may have written to it before
             super().__init__(
-                [sys.executable, "-P", *command],  # no file of this folder is a module
-                env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
+                [sys.executable, "-P", *command],  # -P: no file of the current folder is a module
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -81,22 +90,24 @@ class Child(subprocess.Popen[bytes]):
             )
 
     def last_words(self, name: str) -> str:
-        said = f"{name} ended with status {self.poll()}"
+        """Describe how the process ended, with the last lines of its log."""
+        sentence = f"{name} ended with status {self.poll()}"
         if self.log is None:
-            return said
+            return sentence
         with self.log.open("rb") as file:
-            words = last_lines(file, NUM_LINES, begin=self.begin, between="\n")
-        return f"{said}; the end of {self.log}:\n{words}"
+            lines = last_lines(file, NUM_LINES, begin=self.begin, between="\n")
+        return f"{sentence}; the end of {self.log}:\n{lines}"
 
     def refuse_dead(self) -> None:
+        """Raise ServerError if the process, a server, has ended."""
         if self.poll() is not None:
             raise ServerError(self.last_words("the server"), code="unreachable")
 
 
-def stop(children: Sequence[Child], first: signal.Signals = signal.SIGTERM) -> None:
-    """End processes together: send `first`, and STOP_TIMEOUT_S later kill their groups."""
+def stop(children: Sequence[Child], signum: signal.Signals = signal.SIGTERM) -> None:
+    """End processes together: send `signum`, and STOP_TIMEOUT_S later kill their groups."""
     for child in children:
-        child.send_signal(first)  # nothing if it has ended
+        child.send_signal(signum)  # nothing happens if it has ended
     deadline = time.monotonic() + STOP_TIMEOUT_S
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -107,148 +118,194 @@ def stop(children: Sequence[Child], first: signal.Signals = signal.SIGTERM) -> N
 
 
 class Placement(NamedTuple):
-    """Say which GPUs ("0,1"; "": none) each server and all ranks use."""
+    """The GPUs of each server and of all ranks, as CUDA_VISIBLE_DEVICES: "0,1", or "" for none."""
 
     servers: list[str]
     ranks: str
     num_ranks: int
-    apart: bool  # no GPU has a server and a rank
+    apart: bool  # no GPU has both a server and a rank
+
+
+class _Server(NamedTuple):
+    """A server to start."""
+
+    log: Path
+    command: list[str]
+    env: dict[str, str]
 
 
 def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -> int:
-    """Say what runs where; but for `dry_run`, run it until the ranks end, and return their exit status."""
+    """Print what runs where, run it until the ranks end, and return their exit status.
+
+    `arguments` are the config file and settings of the command line, passed on to each process. A
+    dry run prints the commands for doing the same by hand, and starts nothing.
+    """
+    # Refuse what can't run before anything is started.
     logs = config.run_dir / "logs"
     gpus = visible_gpus()
     refuse_missing(gpus)
     config.refuse_outside()
     checkpoints.refuse_taken(config.run_dir, resume=config.checkpoint.resume)
+
+    # Choose the GPUs and the ports, and make the commands.
     plan = place(config.launch, config.server.tensor_parallel_size, gpus)
-    ports, taken = free_ports(config.server.host, config.server.port, len(plan.servers))
-    urls = ",".join(
-        f"'{url}'" if "[" in url else url for url in map(config.url_at, ports)
-    )  # YAML's lists have []
-    arguments = [
-        *arguments,
-        f"launch.servers={len(ports)}",
-        f"launch.trainers={plan.num_ranks}",
-    ]  # for the run's files
-    if plan.ranks and not config.launch.share_gpu:
-        arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
-    serve = ["-m", "hocket", "serve", *arguments]
-    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{urls}]"]
-    if config.observe.page:  # it is started here
-        train.append("observe.page=false")
+    ports, claims = free_ports(config.server.host, config.server.port, len(plan.servers))
+    serve, train = _commands(config, arguments, plan, ports)
     print(f"run folder {config.run_dir}, logs in {logs}")
     port = config.server.port
     if port not in ports:
         print(f"port {port} is in use by {holder(port)}; {ports[0]} is free")
-    commands = []
-    for number, (port, own) in enumerate(zip(ports, plan.servers, strict=True)):
+    starts = []
+    for number, (port, server_gpus) in enumerate(zip(ports, plan.servers, strict=True)):
         name = f"server_{number}" if len(ports) > 1 else "server"
-        print(f"{name}: {config.url_at(port)} on {_where(own)}")
-        commands.append((logs / f"{name}.log", [*serve, f"server.port={port}"], variables(own)))
-    print(
-        f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}",
-        flush=True,
-    )
+        print(f"{name}: {config.url_at(port)} on {_where(server_gpus)}")
+        command = [*serve, f"server.port={port}"]
+        starts.append(_Server(logs / f"{name}.log", command, variables(server_gpus)))
+    plural = "s" if plan.num_ranks > 1 else ""
+    print(f"trainer: {plan.num_ranks} rank{plural} on {_where(plan.ranks)}", flush=True)
     if dry_run:
-        taken.close()
-        print("by hand:", *(_typed(command, env) for _, command, env in commands), sep="\n")
+        claims.close()
+        print("by hand:")
+        for server in starts:
+            print(_typed(server.command, server.env))
         print(_typed(train, variables(plan.ranks), plan.num_ranks))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it stops children, too
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+
+    # Start the page and the servers; then run the ranks, as long as one server lives.
+    _interrupt_on_hangup()
     servers: list[Child] = []
     pages: list[Child] = []
     try:
         if config.observe.page is not False:
             pages.append(page_of(config.run_dir, config.observe, config.token))
-        for log, command, env in commands:
+        for log, command, env in starts:
             servers.append(Child(command, env=env, log=log))
-        check = functools.partial(refuse_all_dead, [*servers])
+        check = functools.partial(refuse_all_dead, list(servers))
         return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
     finally:
-        stop([*servers, *pages])
-        taken.close()
+        stop(servers + pages)
+        claims.close()
+
+
+def _commands(
+    config: Config, arguments: Sequence[str], plan: Placement, ports: Sequence[int]
+) -> tuple[list[str], list[str]]:
+    """Make the commands of all servers, which lack their port, and of all ranks."""
+    arguments = list(arguments)
+    # The files of the run record what was decided here.
+    arguments.append(f"launch.servers={len(ports)}")
+    arguments.append(f"launch.trainers={plan.num_ranks}")
+    if plan.ranks and not config.launch.share_gpu:
+        arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
+    urls = []
+    for port in ports:
+        url = config.url_at(port)
+        urls.append(f"'{url}'" if "[" in url else url)  # quoted: in YAML's lists [] has a meaning
+    serve = ["-m", "hocket", "serve", *arguments]
+    train = ["-m", "hocket", "train", *arguments]
+    train += ["server.discover=null", f"server.urls=[{','.join(urls)}]"]
+    if config.observe.page:  # `launch` starts the page itself
+        train.append("observe.page=false")
+    return serve, train
+
+
+def _interrupt_on_hangup() -> None:
+    """Have SIGTERM and SIGHUP interrupt this process as Ctrl-C does, which stops its children."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
 
 
 def page_of(run_dir: Path, observe: ObserveConfig, token: str | None) -> Child:
-    """Start the page of a run, in a process that reads its folder alone; say where it is."""
+    """Start the page of a run and print its URL. Its process reads the run folder, nothing else."""
     with listening(observe.host, observe.port, token) as sock:
-        print(f"page: {url_of(*sock.getsockname()[:2])}/", flush=True)
+        host, port = sock.getsockname()[:2]  # an IPv6 address has four parts
+        print(f"page: {url_of(host, port)}/", flush=True)
         command = ["-m", "hocket", "watch", str(run_dir), f"--socket={sock.fileno()}"]
         env = {"HOCKET_TOKEN": token or ""}
         return Child(command, env=env, log=run_dir / "logs" / "page.log", sockets=[sock])
 
 
 def listening(host: str, port: int, token: str | None) -> socket.socket:
-    """Take the port of a page, or a free one if it is taken. Raise ConfigError where there is none."""
+    """Open the socket of a page: on `port`, or on a free one if that is taken.
+
+    Raises ConfigError for a host that can't be used, or is open to others without a token.
+    """
     refuse_open("observe", host, token)
     try:
         return socket.create_server((host, port), family=family_of(host))
     except OSError as error:
         if error.errno == errno.EADDRINUSE and port:
             return listening(host, 0, token)
-        why = f"the page can't listen on {host}, port {port}: {error.strerror}"
-        raise ConfigError(f"{why}; set another observe.host or observe.port") from error
+        raise ConfigError(
+            f"the page can't listen on {host}, port {port}: {error.strerror}; set another "
+            "observe.host or observe.port"
+        ) from error
 
 
 def place(settings: LaunchConfig, size: int, gpus: Sequence[str]) -> Placement:
-    """Divide this machine's GPUs: first come the servers', then the ranks'; a single one is for both.
+    """Divide this machine's GPUs: the first are the servers', the next the ranks'.
 
-    By default servers of `size` GPUs get half of them. Raise ConfigError where they are too few.
+    A single GPU is for both. By default servers of `size` GPUs get half of all GPUs. Raises
+    ConfigError where there are too few.
     """
     num_servers = settings.servers or 1
     num_ranks = settings.trainers or 1
     if not gpus:
         return Placement([""] * num_servers, "", num_ranks, apart=False)
     apart = len(gpus) > 1 and not settings.share_gpu
-    theirs = gpus
+    rank_gpus = gpus
     if apart:
-        kept = settings.trainers or len(gpus) - len(gpus) // 2
-        num_servers = settings.servers or max(1, (len(gpus) - kept) // size)
-        theirs = gpus[num_servers * size :]
-        num_ranks = settings.trainers or max(1, len(theirs))
-    for what, number, each, found in (
-        ("launch.servers", num_servers, size, gpus[: num_servers * size]),
-        ("launch.trainers", num_ranks, 1, theirs),
+        kept_for_ranks = settings.trainers or len(gpus) - len(gpus) // 2
+        num_servers = settings.servers or max(1, (len(gpus) - kept_for_ranks) // size)
+        rank_gpus = gpus[num_servers * size :]
+        num_ranks = settings.trainers or max(1, len(rank_gpus))
+    server_gpus = gpus[: num_servers * size]
+    for setting, number, each, available in (
+        ("launch.servers", num_servers, size, server_gpus),
+        ("launch.trainers", num_ranks, 1, rank_gpus),
     ):
-        if number * each > len(found):
+        if number * each > len(available):
             raise ConfigError(
-                f"{what}={number} needs {number * each} GPUs, and of {len(gpus)} in all it has {len(found)}: take "
-                "more, or lower it, server.tensor_parallel_size, or the number of the other side"
+                f"{setting}={number} needs {number * each} GPUs, and of {len(gpus)} in all it has "
+                f"{len(available)}: take more, or lower it, server.tensor_parallel_size, or the "
+                "number of the other side"
             )
-    servers = [",".join(gpus[first : first + size]) for first in range(0, num_servers * size, size)]
-    return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks, apart)
+    servers = [",".join(gpus[i : i + size]) for i in range(0, num_servers * size, size)]
+    return Placement(servers, ",".join(rank_gpus[:num_ranks]), num_ranks, apart)
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    if environment.builds()[0] == "cpu":  # a machine without them may share its user's variables
+    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    # A machine without GPUs may share the variables of a user who has some elsewhere.
+    if environment.builds()[0] == "cpu":
         return []
-    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        gpus = re.findall(r"[^\s,]+", chosen)
-        return [
-            *itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), gpus)
-        ]  # as CUDA reads it
-    return environment.nvidia_smi("index")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return environment.nvidia_smi("index")
+    gpus = []
+    for gpu in re.findall(r"[^\s,]+", chosen):
+        if gpu in ("-1", "NoDevFiles"):  # CUDA ignores what comes after these
+            break
+        gpus.append(gpu)
+    return gpus
 
 
 def refuse_missing(gpus: Sequence[str]) -> None:
-    """Raise ConfigError for what names no GPU, or one that is not there."""
+    """Raise ConfigError for a name that is no GPU's, or is that of a GPU which does not exist."""
+    problem = ""
     unknown = [gpu for gpu in gpus if not re.match(r"\d+$|GPU-|MIG-", gpu)]
     if unknown:
-        which = f"{unknown[0]!r}, which is no GPU's number or UUID"
+        problem = f"{unknown[0]!r}, which is no GPU's number or UUID"
+    else:
+        shown = environment.nvidia_smi("index")  # empty where a container lacks the program
+        numbers = {gpu for gpu in gpus if gpu.isdecimal()}
+        missing = sorted(numbers.difference(shown))
+        if shown and missing:
+            problem = f"GPU {','.join(missing)}, which nvidia-smi does not show"
+    if problem:
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu"
-        )
-    shown = environment.nvidia_smi("index")  # none where a container lacks it
-    missing = ",".join(sorted(set(filter(str.isdecimal, gpus)).difference(shown)))
-    if shown and missing:
-        which = f"GPU {missing}, which nvidia-smi does not show"
-        raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu"
+            f"CUDA_VISIBLE_DEVICES names {problem}: correct it, or set HOCKET_DEVICE=cpu"
         )
 
 
@@ -260,45 +317,45 @@ def run_ranks(
     check: Callable[[], None],
     logs: Path,
 ) -> int:
-    """Run a command as `size` ranks, as torchrun would (whose workers outlive it where it is killed).
+    """Run a command as `size` ranks of torch.distributed, and return their exit status.
 
-    Return 0 once all have ended well, or the first failed rank's exit status, after the others are stopped. `check` is
-    called several times a second; an error from it ends the ranks, the first Ctrl-C with a checkpoint. Ranks above 0
-    write to rank_N.log in `logs`.
+    The status is 0 once all ranks have ended well, or that of the first rank that failed, after the
+    others were stopped. torchrun does the same, but its workers outlive it where it is killed.
+
+    `check` is called several times a second. An exception from it ends the ranks. The first Ctrl-C
+    ends them with a checkpoint. Ranks above 0 write to rank_N.log in `logs`.
     """
-    number = str(size)
-    port = str(free_port("127.0.0.1", 0))
-    env = {
-        **env,
-        "WORLD_SIZE": number,
-        "LOCAL_WORLD_SIZE": number,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
+    env = dict(env)
+    env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(size)
+    env["MASTER_ADDR"] = "127.0.0.1"
+    env["MASTER_PORT"] = str(free_port("127.0.0.1", 0))
     ranks: list[Child] = []
     try:
         for rank in range(size):
-            own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(Child(command, env=own, log=logs / f"rank_{rank}.log" if rank else None))
+            rank_env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = logs / f"rank_{rank}.log" if rank else None
+            ranks.append(Child(command, env=rank_env, log=log))
         with first(signal.SIGINT, functools.partial(ranks[0].send_signal, signal.SIGUSR1)):
-            return _status_of(ranks, check)
+            return _wait_for(ranks, check)
     finally:
-        stop(ranks[:1], signal.SIGINT)  # it closes the run and releases the others
+        # Rank 0 goes first: it closes the run, and releases the others from waiting for it.
+        stop(ranks[:1], signal.SIGINT)
         stop(ranks[1:])
 
 
-def _status_of(ranks: Sequence[Child], check: Callable[[], None]) -> int:
+def _wait_for(ranks: Sequence[Child], check: Callable[[], None]) -> int:
+    """Wait until all ranks have ended well, or one has failed. Returns the exit status."""
     while True:
         statuses = [child.poll() for child in ranks]
         for number, child in enumerate(ranks):
-            if child.returncode == -signal.SIGUSR1:  # Ctrl-C before this rank could take it
+            if child.returncode == -signal.SIGUSR1:  # Ctrl-C before this rank could handle it
                 raise KeyboardInterrupt
             if child.returncode:
-                if child.log is not None:  # others print here
+                if child.log is not None:  # a rank without a log has printed its error here
                     print(child.last_words(f"rank {number}"), file=sys.stderr)
-                return (
-                    child.returncode if child.returncode > 0 else 128 - child.returncode
-                )  # as a shell says it
+                if child.returncode < 0:
+                    return 128 - child.returncode  # a signal's number, as a shell has it
+                return child.returncode
         if None not in statuses:
             return 0
         check()
@@ -306,38 +363,34 @@ def _status_of(ranks: Sequence[Child], check: Callable[[], None]) -> int:
 
 
 def refuse_all_dead(servers: list[Child]) -> None:
-    """Report servers that have ended, and remove them; raise ServerError for the last one."""
-    for server in [server for server in servers if server.poll() is not None]:
+    """Report servers that have ended, and remove them. Raises ServerError for the last one."""
+    for server in list(servers):
+        if server.poll() is None:
+            continue
         servers.remove(server)
         if not servers:
             server.refuse_dead()
-        print(
-            f"{server.last_words('the server')}\nservers that are left: {len(servers)}", flush=True
-        )
+        report = server.last_words("the server")
+        print(f"{report}\nservers that are left: {len(servers)}", flush=True)
 
 
 def variables(gpus: str) -> dict[str, str]:
+    """Make the environment variables that restrict a process to GPUs; "" restricts nothing."""
     return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
 
 
 def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
-    program = (
-        [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command
-    )  # it finds hocket
+    """Write a command as one types it in a shell."""
+    arguments = list(command)
+    if Path(sys.argv[0]).name == "run.py":  # it finds hocket where `-m hocket` may not
+        arguments[:2] = [sys.argv[0]]
     if num_ranks > 1:
-        program = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={num_ranks}",
-            *program,
-        ]
-    return " ".join(
-        [
-            *(f"{name}={value}" for name, value in env.items()),
-            shlex.join([sys.executable, *program]),
-        ]
-    )
+        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun.append(f"--nproc-per-node={num_ranks}")
+        arguments = torchrun + arguments
+    words = [f"{name}={value}" for name, value in env.items()]
+    words.append(shlex.join([sys.executable, *arguments]))
+    return " ".join(words)
 
 
 def _where(gpus: str) -> str:
@@ -345,37 +398,46 @@ def _where(gpus: str) -> str:
 
 
 def free_port(host: str, wanted: int) -> int:
+    """Choose the port `wanted` if it is free, else another free one."""
     with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, wanted))
-        except OSError as error:  # another error the server will explain
-            return free_port(host, 0) if error.errno == errno.EADDRINUSE else wanted or 8000
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return free_port(host, 0)
+            return wanted or 8000  # the server will explain what is wrong with the host
         return int(probe.getsockname()[1])
 
 
-def free_ports(host: str, first: int, number: int) -> tuple[list[int], contextlib.ExitStack]:
-    """Return `number` ports from `first` on, where free ones replace those that are taken, and what ends the claims.
+def free_ports(host: str, lowest: int, number: int) -> tuple[list[int], contextlib.ExitStack]:
+    """Choose `number` ports from `lowest` on; free ones replace those that are in use.
 
-    A server needs a while until it listens: until the end of a claim, no other launch of this machine gets the port.
+    Returns the ports and their claims. A server takes a while until it listens. Until the claims
+    are closed, no other launch on this machine gets these ports.
     """
     ports: list[int] = []
     claims = contextlib.ExitStack()
     while len(ports) < number:
-        wanted = first + len(ports)
+        wanted = lowest + len(ports)
         port = free_port(host, wanted if wanted < 1 << 16 else 0)
-        while not (claim := _claim(port)):
+        claim = _claim(port)
+        while claim is None:
             port = free_port(host, 0)
+            claim = _claim(port)
         claims.enter_context(claim)
         ports.append(port)
     return ports, claims
 
 
 def _claim(port: int) -> socket.socket | None:
-    """Bind a name for a port, which the kernel frees with this process; return None if another has."""
+    """Bind a name that stands for a port. Returns None if another process has it.
+
+    The kernel frees the name when this process ends.
+    """
     claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(f"\0hocket/port/{port}")  # Linux: in no folder
+        claim.bind(f"\0hocket/port/{port}")  # an abstract name of Linux, in no folder
     except OSError:
         claim.close()
         return None
@@ -383,28 +445,35 @@ def _claim(port: int) -> socket.socket | None:
 
 
 def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
-    """Return commands: the same run by hand, and the use of its newest version."""
+    """Write commands for after a run: the same run by hand, and the use of its newest version."""
     run = program()
-    given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
+    settings = [
+        word for word in arguments if not word.startswith(("run.dir=", "checkpoint.resume="))
+    ]
     *_, model = numbered(run_dir / "weights", "v*").values()
-    more = list[str]()
+    use_settings = list(settings)
     merge = ""
     if kind_of(model) == "adapter":
         merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
-        model = run_dir / "model"
-        more = ["model.lora=null"]
-    rollouts = [*numbered(run_dir / "rollouts", "step_*.jsonl").values()]
-    prompt = (
-        json.loads(rollouts[-1].read_text(encoding="utf-8").split("\n")[0])["prompt"]
-        if rollouts
-        else ""
-    )
-    prompt = prompt if 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable() else "PROMPT"
-    again = shlex.join([*given, f"run.dir={unused(run_dir)}"])
-    use = shlex.join([*given, f"model.path={model}", *more])
+        use_settings += [f"model.path={run_dir / 'model'}", "model.lora=null"]
+    else:
+        use_settings.append(f"model.path={model}")
+    again = shlex.join([*settings, f"run.dir={unused(run_dir)}"])
+    use = shlex.join(use_settings)
     return f"""
 The same in two terminals:     {run} serve {again}
                                {run} train {again}
 {merge}Use the trained policy:        {run} serve {use}
-                               {run} generate {shlex.join([*given, "-p", prompt])}
+                               {run} generate {shlex.join([*settings, "-p", _prompt_of(run_dir)])}
 """
+
+
+def _prompt_of(run_dir: Path) -> str:
+    """Get the first prompt of the last step, or the word PROMPT where that does not fit a line."""
+    files = list(numbered(run_dir / "rollouts", "step_*.jsonl").values())
+    if not files:
+        return "PROMPT"
+    first_line = files[-1].read_text(encoding="utf-8").split("\n")[0]
+    prompt: str = json.loads(first_line)["prompt"]
+    fits = 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable()
+    return prompt if fits else "PROMPT"

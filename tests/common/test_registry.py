@@ -14,6 +14,7 @@ from hocket.common.registry import Registry, load_plugin, load_plugins, options_
 from hocket.data.sources import TASKS
 from hocket.errors import ConfigError
 from hocket.observe.metrics import METRIC_TABLES
+from support.examples import shown
 
 
 def plugin(answer: str, words: set[str], share: float = 1.0, unit: Literal["tokens", "characters"] = "tokens") -> None:
@@ -56,6 +57,13 @@ def test_what_a_name_or_a_mapping_chooses_is_called_with_its_options_and_what_it
         things.choose({"name": "sum", "up": 5}, "a.b", keys=("run",))
     with pytest.raises(ConfigError, match=r"a\.b: there is no thing 'product'"):
         things.choose("product", "a.b")
+
+
+def test_the_registry_that_the_docstring_shows_works_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Registry, "every", [])
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(shown(registry, "from hocket.common.registry import Registry"), names)
+    assert (names["area"], names["chosen_area"]) == (6.0, 15.0)
 
 
 def test_a_plugin_that_failed_may_register_again_what_is_no_function(tmp_path: Path) -> None:

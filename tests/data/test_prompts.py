@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,7 @@ def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_
 
 
 def test_the_example_of_a_renderer_makes_the_prompt_that_loading_makes(tokenizer: Any, write_jsonl: Write) -> None:
-    names = {"Renderer": Renderer, "DataConfig": DataConfig, "Prompt": Prompt, "tokenizer": tokenizer}
+    names = {"Renderer": Renderer, "DataConfig": DataConfig, "Prompt": Prompt, "tokenizer": tokenizer, "array": array}
     exec(shown(renderer_module, 'renderer = Renderer(DataConfig(source="rows.jsonl")'), names)
     assert [names["prompt"]] == list(load(write_jsonl({"prompt": "1 + 1 = ?", "answer": "2"}), tokenizer))
 

@@ -1,14 +1,17 @@
 """How an environment is found, given its options, and refused."""
 
+from pathlib import Path
+
 import numpy
 import pytest
 
 from hocket.common.registry import load_plugins
-from hocket.envs import Action, Environment, Step, environment
-from hocket.envs.base import Observation, bind
+from hocket.envs import Action, Environment, Step, base, environment
+from hocket.envs.base import ENVIRONMENTS, Observation, bind
 from hocket.errors import ConfigError
 from hocket.types import Prompt
 from support.episodes import action, user
+from support.examples import plugged, shown
 from support.processes import ROOT
 
 
@@ -31,6 +34,16 @@ async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the
     assert (await first.step(action("x"))).done
     assert (await second.step(action("x"))).done  # the first one's count is not its own
     assert (await first.reset(Prompt(id="p", token_ids=(1,)), 0), await first.truncated()) == (None, 0.0)
+
+
+async def test_the_environment_that_the_docstring_shows_plays_as_it_stands(tmp_path: Path) -> None:
+    with plugged(tmp_path, shown(base, "import random"), (ENVIRONMENTS, "guess")):
+        guess = bind("guess", {"highest": 1})()
+        shows = await guess.reset(Prompt(id="p", token_ids=(1,)), 0)
+        steps = [await guess.step(action(text)) for text in ("2", "0", "1")]
+    assert shows == Observation(text="Guess, 0 to 1: ", max_tokens=4)
+    assert steps[0] == Step(text="No. Again: ", max_tokens=4)
+    assert [step.reward for step in steps] in ([0.0, 1.0, 0.0], [0.0, 0.0, 1.0])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 from collections.abc import Callable
@@ -16,14 +17,15 @@ import pytest
 
 from hocket.config import RewardsConfig, RewardSpec
 from hocket.errors import ConfigError, RewardError
-from hocket.rewards import RetryError, RewardCalls, RewardScorer
-from hocket.rewards.base import bind
+from hocket.rewards import RetryError, RewardCalls, RewardScorer, base
+from hocket.rewards.base import REWARDS, bind
 from hocket.rewards.runners import clock, clocked
 from hocket.rewards.scores import as_score, compose
 from hocket.rewards.workers import Workers
 from hocket.types import Score, TokenSequence
 from support import fakes
 from support.episodes import Register, Scorers, Scores, make_rollout
+from support.examples import plugged, shown
 from support.processes import wait_for
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -71,8 +73,8 @@ def test_a_function_gets_only_what_it_names(register: Register) -> None:
     rollout = make_rollout("abdc")
     few, opened, every = bind("few", RewardSpec(share=0.25)), bind("open", RewardSpec(any=1)), bind("all", RewardSpec())
     assert few.arguments([rollout]) == {"meta": {"level": 2}, "completion": "abdc"}
-    assert few.made()(**few.arguments([rollout])) == 0.25
-    assert opened.made()(**opened.arguments([rollout])) == {"any": 1}
+    assert few.make()(**few.arguments([rollout])) == 0.25
+    assert opened.make()(**opened.arguments([rollout])) == {"any": 1}
     assert every.arguments([rollout]) == {
         "completion": "abdc",
         "prompt": "Sort: dbca",
@@ -128,7 +130,7 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_again_in_
     log = tmp_path / "log"
     scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a", "b"]}}, timeout_s=60)
     assert [(await scorer.score(make_rollout(text))).total for text in ("a c b", "c", "a")] == [2, 0, 1]
-    (worker,) = scorer._calls._here["worker"]._by_thread.values()
+    (worker,) = scorer._calls._runners["worker"]._by_thread.values()
     worker.kill()
     assert (await scorer.score(make_rollout("a a"))).total == 2
     scorer._calls.__exit__()
@@ -156,6 +158,12 @@ async def test_a_class_that_hangs_or_exits_in_set_up_or_tear_down_costs_its_scor
     assert (score.error or "").startswith(error)
     scorer._calls.__exit__()
     wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before, "no process is left", 60)
+
+
+async def test_the_reward_that_the_decorator_shows_works_as_it_stands(scorer_of: Scorers, tmp_path: Path) -> None:
+    with plugged(tmp_path, shown(base, "from hocket.rewards import reward"), (REWARDS, "letter_share")):
+        score = await scorer_of({"letter_share": {"letter": "a"}}).score(make_rollout("abba"))
+    assert score.total == 0.5
 
 
 class Judge:
@@ -194,6 +202,24 @@ def test_an_async_class_lives_as_long_as_its_event_loop(scorer_of: Scorers, regi
     for _ in range(2):
         assert asyncio.run(both()) == [1.0, 0.5]
     assert Judge.seen == ["set up", "ab", "c", "torn down"] * 2
+
+
+def test_an_async_class_whose_scorer_was_dropped_is_torn_down_with_its_event_loop(register: Register) -> None:
+    register("grader", Judge)
+    config = RewardsConfig.model_validate({"functions": {"grader": 1.0}})
+    reports: list[dict[str, Any]] = []
+
+    async def drop() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        with RewardCalls(config, ["grader"]) as calls:
+            await calls.set_up()
+        del calls
+        gc.collect()
+        assert Judge.seen == ["set up"]
+
+    Judge.seen.clear()
+    asyncio.run(drop())
+    assert (Judge.seen, reports) == (["set up", "torn down"], [])
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,4 @@
-"""What every room uses: files, tasks, processes, this machine; imported before any package is installed."""
+"""Code that every room uses: files, tasks, processes, this machine.
+
+It is imported before any package is installed.
+"""

@@ -1,7 +1,8 @@
-"""Find, make or repair the environment of run.py: `.venv`, filled by uv from its build's lock. Standard library only.
+"""Find, make or repair the environment of run.py: the folder .venv, which uv fills from a lock.
 
-`.venv/hocket.json` says "installing" until all packages are there, then from which lock they are. After an
-interruption all begins anew, from uv's cache.
+Standard library only. There is a lock for each build, "cpu" and "cuda". `.venv/hocket.json` says
+"installing" until all packages are installed, and from then on the hash of the lock that lists
+them. An installation that was interrupted begins anew, from uv's cache.
 """
 
 import contextlib
@@ -26,53 +27,59 @@ from hocket.errors import SetupError
 ROOT = Path(__file__).resolve().parents[3]
 VENV = ROOT / ".venv"
 FOLDER = ROOT / "requirements"
+# The direct requirements of each build. The locks list these and all that they need.
 LISTS = {
     "cpu": FOLDER / "cpu.txt",
     "cuda": ROOT / "requirements.txt",
-}  # the locks hold these and what these need
+}
 SERVER_ALONE = "# The server alone"  # begins the last section of a list
-LAUNCHED = ("train", "sft", "rm", "dpo")  # by torchrun and the like; these need no engine
+LAUNCHED = ("train", "sft", "rm", "dpo")  # commands of torchrun's ranks; they need no engine
 INSTALLING = {"state": "installing"}
-NEEDED_CUDA, NEEDED_DRIVER = 13, 580  # of torch 2.13
+# CUDA version of torch 2.13, and the oldest driver that runs it.
+NEEDED_CUDA, NEEDED_DRIVER = 13, 580
 
 
 def prepare(notes: Iterable[str] = ()) -> None:
-    """Set what children and libraries need, where a user's own values win; mend what the shell has set wrongly.
+    """Set the variables that libraries and child processes need, unless the user has set them.
 
-    Print notes, and what was mended. Raises SetupError.
+    Repairs what the shell has set wrongly. Prints the notes, and what was repaired. Raises
+    SetupError for what can't be repaired.
     """
-    for note in [*notes, *shell.mend()]:
+    for note in list(notes) + shell.mend():
         print(f"hocket: {note}", file=sys.stderr)
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # its threads don't survive the forks of data loading
+    # The threads of tokenizers don't survive the forks of data loading.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # a waiting thread leaves its core to others
-    programs = os.path.join(sys.prefix, "bin")  # ninja, for one
-    searched = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    if sys.prefix != sys.base_prefix and searched[0] != programs:
-        os.environ["PATH"] = os.pathsep.join([programs, *searched])
+    # A thread of OpenMP that waits leaves its core to others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Libraries look for programs of the environment, such as ninja, in PATH.
+    programs = os.path.join(sys.prefix, "bin")
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if sys.prefix != sys.base_prefix and folders[0] != programs:
+        os.environ["PATH"] = os.pathsep.join([programs, *folders])
 
 
 def ensure(command: str, *, install: bool = True, update: bool = True) -> None:
-    """Return if this interpreter has the command's packages; else go on in .venv.
+    """Return if this interpreter has the packages of a command; else run the command in .venv.
 
-    It is made where `install`, if there is none that was completed, and changed where `update`, if it is another build
-    or lock's and no process uses it. Raises SetupError where the packages can't be had.
+    With `install` a .venv that is missing or incomplete is made. With `update` one of another build
+    or an older lock is changed, unless a process uses it. Raises SetupError where the packages
+    can't be had.
     """
-    inside = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
+    is_inside = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
     if not _state():
-        if any(not missing(build, command) for build in builds()):
-            return
-        if not inside and _python().exists():  # somebody else's, which may have them
+        # There is no .venv that run.py has made: this interpreter may do.
+        for build in builds():
+            if not missing(build, command):
+                return
+        if not is_inside and _python().exists():  # the user made .venv, and it may have them
             _enter()
     state = _state()
     if not _is_complete():
         users = _users()
-        if "lock" in state and _python().exists() and (users or not update):
-            if inside:
+        is_installed = "lock" in state and _python().exists()  # from another lock or build
+        if is_installed and (users or not update):
+            if is_inside:
                 _stay(command, users if update else [])
             else:
                 _enter()
@@ -80,51 +87,58 @@ def ensure(command: str, *, install: bool = True, update: bool = True) -> None:
         if not install:
             return
         _install(command)
-    if not inside:
+    if not is_inside:
         _enter()
 
 
 def builds() -> list[str]:
-    """Return the builds ("cpu", "cuda") that suit this machine, the one to install first."""
+    """List the builds, "cpu" and "cuda", that suit this machine; the first is to be installed."""
     chosen = os.environ.get("HOCKET_DEVICE", "").lower()
-    suited = {"": ["cuda"] if has_cuda() else ["cpu", "cuda"], "cpu": ["cpu"], "cuda": ["cuda"]}
-    if chosen not in suited:
+    if chosen in ("cpu", "cuda"):
+        return [chosen]
+    if chosen:
         raise SetupError(f"HOCKET_DEVICE={chosen!r} is neither cpu nor cuda")
-    return suited[chosen]
+    return ["cuda"] if has_cuda() else ["cpu", "cuda"]
 
 
 def has_cuda() -> bool:
     """Check whether an NVIDIA driver is loaded: Linux's, or Windows' in WSL."""
-    return any(
-        Path(path).exists()
-        for path in ("/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
-    )
+    paths = ("/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
+    return any(Path(path).exists() for path in paths)
 
 
 def driver() -> int | None:
+    """Ask nvidia-smi for the major version of the driver; None where it does not answer."""
     with contextlib.suppress(LookupError, ValueError):
         return int(nvidia_smi("driver_version")[0].partition(".")[0])
     return None
 
 
 def nvidia_smi(column: str) -> list[str]:
-    """Return one word of nvidia-smi on each GPU; nothing without a driver."""
+    """Ask nvidia-smi for a column, one word for each GPU; an empty list without a driver."""
     query = ["nvidia-smi", f"--query-gpu={column}", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, check=True, text=True, timeout=60.0)
+        result = subprocess.run(query, capture_output=True, check=True, text=True, timeout=60.0)
     except (OSError, subprocess.SubprocessError):
         return []
-    return found.stdout.split()
+    return result.stdout.split()
 
 
 def version_of(package: str) -> str | None:
-    return next((found.version for found in importlib.metadata.distributions(name=package)), None)
+    """Get the installed version of a package, None without one."""
+    for distribution in importlib.metadata.distributions(name=package):
+        return distribution.version
+    return None
 
 
 def missing(build: str, command: str) -> list[str]:
-    """Return the requirements that this interpreter does not meet: "name>=1", or "name>=1 (has 0.9)"."""
+    """List the requirements that this interpreter does not meet.
+
+    Each is written as "name>=1", or "name>=1 (has 0.9)".
+    """
     text = ""
-    with contextlib.suppress(FileNotFoundError):  # `pip install .` sees to its own
+    # An installation by `pip install .` has no lists: pip has installed what it needs.
+    with contextlib.suppress(FileNotFoundError):
         text = LISTS[build].read_text("utf-8")
         if command == "test":
             text += (FOLDER / "dev.txt").read_text("utf-8")
@@ -133,7 +147,7 @@ def missing(build: str, command: str) -> list[str]:
     lines = re.findall(r"(?m)^\w[^ #\n]*", text)
     try:
         from packaging.requirements import Requirement
-    except ModuleNotFoundError:  # transformers brings it
+    except ModuleNotFoundError:  # transformers needs it: that is not installed either
         return lines
     lacks = []
     for requirement in map(Requirement, lines):
@@ -144,71 +158,81 @@ def missing(build: str, command: str) -> list[str]:
 
 
 def _stay(command: str, users: Sequence[str]) -> None:
-    """Say that .venv stays as it is. Raises SetupError where processes use it and the command lacks packages."""
+    """Print that .venv stays as it is, though its lock has changed.
+
+    `users` are the processes that prevent an update; without any, the command does not want one.
+    Raises SetupError where they prevent an update that the command needs.
+    """
     build = _state()["build"]
     if build not in builds():
         build = builds()[0]
-    wanted = _lock(build).name
-    others = f" and {len(users) - 1} others" if len(users) > 1 else ""
+    lock = _lock(build).name
+    user = ""
+    if users:
+        others = f" and {len(users) - 1} others" if len(users) > 1 else ""
+        user = f"in use by {users[0]}{others}"
     lacks = missing(build, command)
     if users and (lacks or command == "install"):
-        cause = f"lacks {', '.join(lacks[:5])}" if lacks else f"was made by an earlier {wanted}"
-        raise SetupError(
-            f"{VENV} {cause}, and is in use by {users[0]}{others}: end these first, then run this again"
-        )
+        cause = f"lacks {', '.join(lacks[:5])}" if lacks else f"was made by an earlier {lock}"
+        raise SetupError(f"{VENV} {cause}, and is {user}: end these first, then run this again")
     reason = "as this command changes nothing: `python3 run.py install` does"
     if users:
-        reason = f"as it is in use by {users[0]}{others}"
+        reason = f"as it is {user}"
     print(
-        f"run.py: {VENV} is not what requirements/{wanted} lists, and stays so, {reason}",
+        f"run.py: {VENV} is not what requirements/{lock} lists, and stays so, {reason}",
         file=sys.stderr,
     )
 
 
 def _users() -> list[str]:
-    """Return the other processes of this machine that run in .venv, as "process 7 (python run.py serve)"."""
+    """List the other processes of this machine that run in .venv.
+
+    Each is written as "process 7 (python run.py serve)".
+    """
     folders = {f"{path}{os.sep}".encode() for path in (VENV, os.path.realpath(VENV))}
     users = []
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
             continue
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             command = (process / "cmdline").read_bytes()
+            # Either its program is in the folder, or it has loaded a library from there.
             is_user = any(map(command.startswith, folders))
-            if is_user or any(folder in (process / "maps").read_bytes() for folder in folders):
+            if not is_user:
+                maps = (process / "maps").read_bytes()
+                is_user = any(folder in maps for folder in folders)
+            if is_user:
                 words = command.replace(b"\0", b" ").decode(errors="replace").strip()
                 users.append(f"process {process.name} ({words[:90]})")
     return users
 
 
 def _added(build: str) -> list[str]:
-    """Return the packages that .venv has besides its lock's, as "name==version"."""
-    listed = {
-        "pip",
-        "setuptools",
-        "uv",
-        *re.findall(r"(?m)^([\w.-]+?)={2,3}", _lock(build).read_text("utf-8")),
-    }
-    folders = map(str, VENV.glob("lib/python*/site-packages"))
-    packages = {
-        re.sub(r"[-_.]+", "-", package.name).lower(): package.version
-        for package in importlib.metadata.distributions(path=[*folders])
-    }
+    """List the packages of .venv that its lock does not have, as "name==version"."""
+    lock = _lock(build).read_text("utf-8")
+    listed = {"pip", "setuptools", "uv"}
+    listed.update(re.findall(r"(?m)^([\w.-]+?)={2,3}", lock))
+    folders = [str(folder) for folder in VENV.glob("lib/python*/site-packages")]
+    packages = {}
+    for package in importlib.metadata.distributions(path=folders):
+        name = re.sub(r"[-_.]+", "-", package.name).lower()
+        packages[name] = package.version
     return [
         f"{name}=={version}" for name, version in sorted(packages.items()) if name not in listed
     ]
 
 
 def _install(command: str) -> None:
-    """Make .venv, or update it to its lock; one process at a time."""
+    """Make .venv, or update it to its lock. Only one process at a time does that."""
     if "LOCAL_RANK" in os.environ and command in LAUNCHED:
         raise SetupError(
-            "a launcher's ranks don't install: run `python3 run.py install` once, then the launcher in .venv; or unset "
-            "LOCAL_RANK, if no launcher starts this"
+            "a launcher's ranks don't install: run `python3 run.py install` once, then the "
+            "launcher in .venv; or unset LOCAL_RANK, if no launcher starts this"
         )
     if sys.platform != "linux":
         raise SetupError(
-            f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows"
+            f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on "
+            "Windows"
         )
     import fcntl  # not on Windows
 
@@ -218,65 +242,77 @@ def _install(command: str) -> None:
             file=sys.stderr,
         )
         fcntl.flock(turn, fcntl.LOCK_EX)
-        if _is_complete():  # another process was faster
-            return
-        state = _state()
-        if not state and VENV.exists():
-            lacks = ", ".join(missing(builds()[0], command)[:5])
-            raise SetupError(
-                f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it"
+        if not _is_complete():  # else another process was faster
+            _make_or_update(command, turn)
+
+
+def _make_or_update(command: str, turn: TextIO) -> None:
+    """Make .venv for the first suitable build, or update the one of a suitable build.
+
+    `turn` is the open file whose lock lets this process install.
+    """
+    state = _state()
+    if not state and VENV.exists():
+        lacks = ", ".join(missing(builds()[0], command)[:5])
+        raise SetupError(
+            f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it"
+        )
+    build = state["build"] if state.get("build") in builds() else builds()[0]
+    if build == "cuda":
+        _refuse_old_driver()  # before a long download
+    is_update = state.get("build") == build and _python().exists()
+    added = []
+    if not is_update:
+        # Put an empty environment in the place of what is there.
+        if VENV.exists():
+            added = _added(state.get("build", build))
+        with atomic_folder(VENV) as folder:
+            _note(folder, INSTALLING)
+        python = getattr(sys, "_base_executable", sys.executable)
+        _run("virtual environment", [python, "-m", "venv", VENV], turn)
+    _note(VENV, INSTALLING)
+    try:
+        install: list[str | Path] = [_python(), "-I", FOLDER / "lock.py", "install", _lock(build)]
+        _run(f"packages for {build}", install, turn)
+    except SetupError:
+        if is_update:
+            _note(VENV, state)  # still complete: uv downloads all before it changes any package
+        raise
+    finally:
+        if added:
+            print(
+                f"run.py: the new {VENV} lacks what was added to the old one; to have it again: "
+                f"{_python()} -m pip install {' '.join(added)}",
+                file=sys.stderr,
             )
-        build = state["build"] if state.get("build") in builds() else builds()[0]
-        if (
-            build == "cuda" and (found := driver()) is not None and found < NEEDED_DRIVER
-        ):  # before a long download
-            needs = f"CUDA {NEEDED_CUDA} needs {NEEDED_DRIVER} or newer: update it, or set HOCKET_DEVICE=cpu"
-            raise SetupError(f"the NVIDIA driver is {found}, and {needs}")
-        update = state.get("build") == build and _python().exists()
-        added = []
-        if not update:
-            added = _added(state.get("build", build)) if VENV.exists() else []
-            with atomic_folder(VENV) as folder:  # in place of the old one
-                _note(folder, INSTALLING)
-            _run(
-                "virtual environment",
-                [getattr(sys, "_base_executable", sys.executable), "-m", "venv", VENV],
-                turn,
-            )
-        _note(VENV, INSTALLING)
-        try:
-            _run(
-                f"packages for {build}",
-                [_python(), "-I", FOLDER / "lock.py", "install", _lock(build)],
-                turn,
-            )
-        except SetupError:
-            if update:
-                _note(VENV, state)  # uv downloads all before it changes any
-            raise
-        finally:
-            if added:
-                print(
-                    f"run.py: the new {VENV} lacks what was added to the old one; to have it again: "
-                    f"{_python()} -m pip install {' '.join(added)}",
-                    file=sys.stderr,
-                )
-        _note(VENV, _stamp(build))
+    _note(VENV, _stamp(build))
+
+
+def _refuse_old_driver() -> None:
+    """Raise SetupError for an NVIDIA driver that is too old for the build "cuda"."""
+    version = driver()
+    if version is not None and version < NEEDED_DRIVER:
+        raise SetupError(
+            f"the NVIDIA driver is {version}, and CUDA {NEEDED_CUDA} needs {NEEDED_DRIVER} or "
+            "newer: update it, or set HOCKET_DEVICE=cpu"
+        )
 
 
 def _run(label: str, command: list[str | Path], turn: TextIO) -> None:
+    """Run a step of the installation. Raises SetupError if it fails."""
     print(f"run.py: {label}", file=sys.stderr, flush=True)
     process = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=2,  # standard output is the command's own
-        pass_fds=[turn.fileno()],  # held while the step lives; it ends with this process
+        stdout=2,  # standard output belongs to the command that run.py was called for
+        pass_fds=[turn.fileno()],  # the step holds the lock as long as it lives
         preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
     )
     if process.returncode:
         raise SetupError(
-            f"{label}: failed, for the reason above. If the package index can't be reached, check the network, "
-            "HTTPS_PROXY and PIP_CERT, or name a mirror in PIP_INDEX_URL; then run this again"
+            f"{label}: failed, for the reason above. If the package index can't be reached, check "
+            "the network, HTTPS_PROXY and PIP_CERT, or name a mirror in PIP_INDEX_URL; then run "
+            "this again"
         )
 
 
@@ -285,8 +321,9 @@ def _is_complete() -> bool:
 
 
 def _stamp(build: str) -> dict[str, str]:
-    """Return the build and the lock's hash, which a complete .venv of this build has on record."""
-    return {"build": build, "lock": hashlib.sha256(_lock(build).read_bytes()).hexdigest()}
+    """Make the content of hocket.json for a complete .venv: the build, and the hash of its lock."""
+    digest = hashlib.sha256(_lock(build).read_bytes()).hexdigest()
+    return {"build": build, "lock": digest}
 
 
 def _lock(build: str) -> Path:
@@ -298,6 +335,7 @@ def _python() -> Path:
 
 
 def _state() -> dict[str, str]:
+    """Read .venv/hocket.json; an empty dict where run.py has not made .venv."""
     try:
         return dict(json.loads((VENV / "hocket.json").read_text("utf-8")))
     except (OSError, ValueError):
@@ -315,7 +353,8 @@ def _enter() -> None:
             f"{_python()} does not run in {VENV}; delete that folder and run this again"
         )
     os.environ["HOCKET_EXEC_PID"] = str(os.getpid())
-    os.environ.pop("PYTHONHOME", None)  # of another Python: this one's packages would not be seen
+    # PYTHONHOME would have the interpreter search the packages of another Python.
+    os.environ.pop("PYTHONHOME", None)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(_python(), [str(_python()), *sys.orig_argv[1:]])

@@ -1,4 +1,7 @@
-"""Write files and folders atomically; say what is in a folder. Standard library only."""
+"""Write files and folders atomically; tell the kinds of hocket's folders apart.
+
+Standard library only.
+"""
 
 import hashlib
 import itertools
@@ -10,10 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-TAIL_BYTES = 1 << 16  # read from the end of a program's output
+TAIL_BYTES = 1 << 16  # bytes from the end of a program's output in which lines are looked for
 
 
 def sha256_of(path: Path) -> str:
+    """Hash a file's content, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -28,13 +32,12 @@ def flush(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content; no reader sees a part."""
+    """Replace a file's content; no reader sees a part of it."""
     partial = partial_of(path)
     with naming(path):
         try:
-            partial.write_text(
-                text, encoding="utf-8", errors="replace"
-            )  # JSON may hold half a surrogate pair
+            # JSON may hold half a surrogate pair, which has no encoding: a ? takes its place.
+            partial.write_text(text, encoding="utf-8", errors="replace")
             os.replace(partial, path)
         except OSError:
             with suppress(OSError):
@@ -44,7 +47,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in an OSError of the body: where a write fails, Python does not."""
+    """Add the file's name to an OSError of the body: Python leaves it out where a write fails."""
     try:
         yield
     except OSError as error:
@@ -54,57 +57,76 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def kind_of(folder: Path) -> str:
-    """Return "model" or "adapter" (a version is one of them), "checkpoint", "run", or ""."""
-    marks = (
-        ("config.json", "model"),
-        ("adapter_config.json", "adapter"),
-        ("state.json", "checkpoint"),
-    )
-    return next(
-        (kind for name, kind in (*marks, ("metrics.jsonl", "run")) if (folder / name).is_file()), ""
-    )
+    """Tell what a folder holds: "model", "adapter", "checkpoint" or "run"; "" for anything else.
+
+    A version of the weights is a model or an adapter.
+    """
+    marks = {
+        "config.json": "model",
+        "adapter_config.json": "adapter",
+        "state.json": "checkpoint",
+        "metrics.jsonl": "run",
+    }
+    for name, kind in marks.items():
+        if (folder / name).is_file():
+            return kind
+    return ""
 
 
 def newest_version(path: str) -> str:
-    """Return the newest version of a run folder, or what sft has made in it; another path as it is."""
+    """Find the newest version of the weights in a run folder, or the model that sft has made there.
+
+    A path that is no run folder, or has neither, is returned as it is.
+    """
     folder = Path(path)
-    models = (file.parent for file in folder.glob("model/config.json"))
-    made = [*models, *numbered(folder / "weights", "v*", "COMPLETE").values()]
-    return str(made[-1]) if made and kind_of(folder) == "run" else path
+    models = [file.parent for file in folder.glob("model/config.json")]
+    models += numbered(folder / "weights", "v*", "COMPLETE").values()
+    if models and kind_of(folder) == "run":
+        return str(models[-1])
+    return path
 
 
 def numbered(folder: Path, name: str, holds: str = "") -> dict[int, Path]:
-    """Find what a run numbers, lowest number first: `name` is "v*" or the like. Other names there are a user's."""
-    made = re.compile(name.replace("*", r"(\d{6,})"), re.ASCII)
-    found = ((made.fullmatch(path.name), path) for path in folder.glob(name))
-    return dict(
-        sorted((int(match[1]), path) for match, path in found if match and (path / holds).exists())
-    )
+    """Find the files or folders that a run numbers, lowest number first.
+
+    `name` has a * for the number, such as "v*". With `holds`, only folders that have a file of that
+    name. Other names in the folder are the user's.
+    """
+    pattern = re.compile(name.replace("*", r"(\d{6,})"), re.ASCII)
+    pairs = []
+    for path in folder.glob(name):
+        match = pattern.fullmatch(path.name)
+        if match and (path / holds).exists():
+            pairs.append((int(match[1]), path))
+    return dict(sorted(pairs))
 
 
 def unused(path: Path) -> Path:
-    """Return the path, or the first of path-2, path-3, ... that does not exist."""
-    others = (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
-    return next(one for one in itertools.chain([path], others) if not one.exists())
+    """Choose the path, or the first of path-2, path-3, ... if it exists."""
+    candidate = path
+    numbers = itertools.count(2)
+    while candidate.exists():
+        candidate = path.with_name(f"{path.name}-{next(numbers)}")
+    return candidate
 
 
 def make_unused(path: Path) -> Path:
-    """Make the folder `unused` returns: of two processes that ask at the same time, each gets another."""
+    """Make the folder that `unused` chooses. No two processes get the same one."""
     while True:
         folder = unused(path)
-        with suppress(FileExistsError):
+        with suppress(FileExistsError):  # another process has made it meanwhile
             folder.mkdir(parents=True)
             return folder
 
 
 def partial_of(path: Path) -> Path:
-    """Return the hidden name of what is not complete."""
+    """Make the hidden name that a file or folder has until it is complete."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `path` after the body; a failing body leaves nothing."""
+    """Yield an empty folder that becomes `path` after the body; if that raises, it is removed."""
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -119,9 +141,9 @@ def complete_folder(path: Path) -> None:
     """Sync the partial folder of `path` to the disk and put it in the place of `path`."""
     partial = partial_of(path)
     old = path.with_name(f".{path.name}.old")
-    mode = (
-        partial.stat().st_mode & 0o666
-    )  # safetensors writes for the owner alone; a server may run as another user
+    # safetensors writes files that only the owner can read, and a server may run as another user:
+    # the files get the permissions of the folder.
+    mode = partial.stat().st_mode & 0o666
     for file in filter(Path.is_file, partial.iterdir()):
         file.chmod(mode)
         flush(file)
@@ -135,7 +157,7 @@ def complete_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, renamed first: no reader may take half of it for complete."""
+    """Remove a folder. It is renamed first, so that no reader takes half of it for complete."""
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)
     path.rename(partial)
@@ -143,7 +165,11 @@ def remove_folder(path: Path) -> None:
 
 
 def last_lines(file: IO[bytes], most: int = 1, *, begin: int = 0, between: str = " | ") -> str:
-    """Return the last lines that a program wrote, from byte `begin` on, as one."""
-    file.seek(max(begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+    """Read the last `most` lines of a program's output from byte `begin` on.
+
+    Returns them as one text, with `between` between them.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(begin, size - TAIL_BYTES))
     lines = file.read().decode("utf-8", "replace").rstrip().splitlines()
     return between.join(line.strip() for line in lines[-most:])

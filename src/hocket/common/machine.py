@@ -1,4 +1,7 @@
-"""What this machine has, and who listens on its ports. Standard library only, but for psutil."""
+"""Measure and adjust what this machine has: cores, memory, addresses and ports.
+
+Standard library only, but for psutil.
+"""
 
 import ctypes
 import ipaddress
@@ -10,22 +13,32 @@ from pathlib import Path
 
 from hocket.errors import ConfigError
 
-SMALL_MODEL = 16 << 20  # bytes of weights
-MALLOC = {-8: 1, -3: 128 << 20, -1: (1 << 31) - 1, -2: 64 << 20}
-"""glibc's M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD (malloc.h)."""
-KEPT_MEMORY = 2 << 30  # bytes; to get them anew in each step takes longer than the step
+SMALL_MODEL = 16 << 20  # a model with fewer bytes of weights is small
+MALLOC = {
+    -8: 1,  # M_ARENA_MAX: all threads share one heap
+    -3: 128 << 20,  # M_MMAP_THRESHOLD
+    -1: (1 << 31) - 1,  # M_TRIM_THRESHOLD
+    -2: 64 << 20,  # M_TOP_PAD
+}
+"""Options of glibc's mallopt (malloc.h), and the values that `keep_freed_memory` sets."""
+# Bytes that a process may keep: getting them anew in each step would take longer than the step.
+KEPT_MEMORY = 2 << 30
 
 
 def cpu_threads(model: str, *, processes: int) -> int:
-    """Return the threads of each of `processes`: all ranks, or all servers' workers, of this machine.
+    """Choose the number of CPU threads of each process.
 
-    Both use all cores at once: a waiting thread leaves its core to others (environment.prepare). A small model uses
-    half of them: more cost more in waiting than they save.
+    `processes` is the number of all ranks on this machine, or of all workers of its servers. Ranks
+    and workers both use all cores: a thread that waits leaves its core to others
+    (environment.prepare). A small model uses half of them, because further threads cost more in
+    waiting than they save.
     """
     cores = len(os.sched_getaffinity(0))
     folder = Path(model)
-    is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
-    return max(1, (cores // 2 if is_small else cores) // processes)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if 0 < size < SMALL_MODEL:
+        cores //= 2
+    return max(1, cores // processes)
 
 
 def bound_nccl(timeout_s: float) -> None:
@@ -34,9 +47,10 @@ def bound_nccl(timeout_s: float) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library use freed tensors again: pages that it gets anew are zeroed by the kernel.
+    """Have the C library keep the memory of freed tensors for new ones.
 
-    All threads share one heap, as others hold no large blocks; so call it before there are any.
+    New pages would cost more: the kernel fills them with zeros. Only the main heap holds large
+    blocks, so all threads share it. Call this before there are other threads.
     """
     with suppress(AttributeError):  # not glibc
         for option, value in MALLOC.items():
@@ -44,7 +58,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give back what the C library keeps, unless it would soon be needed again."""
+    """Return the memory that the C library keeps to the system, if it is more than KEPT_MEMORY."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > KEPT_MEMORY:
         with suppress(AttributeError):  # not glibc
@@ -52,47 +66,53 @@ def return_freed_memory() -> None:
 
 
 def free_memory() -> int:
-    """Return the bytes left to this machine, or to this process's control group (Linux)."""
+    """Measure the bytes that this machine, or this process's control group, has left (Linux)."""
     info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) << 10
+    group = Path("/sys/fs/cgroup")  # of version 2, or of version 1
     for folder, limit, used, cached in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        (group, "memory.max", "memory.current", "inactive_file"),
         (
-            "/sys/fs/cgroup/memory",
+            group / "memory",
             "memory.limit_in_bytes",
             "memory.usage_in_bytes",
             "total_inactive_file",
         ),
     ):
         with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
-            stat = dict(
-                line.split() for line in Path(folder, "memory.stat").read_text().splitlines()
-            )
-            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
-            free = min(free, most - now + int(stat[cached]))  # cached files can go
+            lines = (folder / "memory.stat").read_text().splitlines()
+            statistics = dict(line.split() for line in lines)
+            limit_bytes = int((folder / limit).read_text())
+            used_bytes = int((folder / used).read_text())
+            # The kernel drops cached files when memory is needed.
+            used_bytes -= int(statistics[cached])
+            free = min(free, limit_bytes - used_bytes)
     return max(free, 0)
 
 
 def is_here(host: str) -> bool:
-    """Check whether a host is this machine: a socket can be bound to it."""
+    """Check whether a host is this machine, by binding a socket to it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
-    except OSError:  # it is another machine's, or unknown
+    except OSError:  # the address is another machine's, or unknown
         return False
     return True
 
 
 def url_of(host: str, port: int) -> str:
+    """Write the URL of a host, which may be an IPv6 address, and a port."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def family_of(host: str) -> socket.AddressFamily:
+    """Choose IPv6 for a host that is such an address, else IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
+    """Check whether only this machine can connect to a host. Names but localhost count as open."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -100,7 +120,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """Check whether a host stands for all addresses of a machine, as only a server's can: 0.0.0.0 or ::."""
+    """Check whether a host stands for all addresses of a machine: 0.0.0.0 or ::.
+
+    A server can listen on it, but nobody can connect to it.
+    """
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -108,23 +131,24 @@ def is_any(host: str) -> bool:
 
 
 def refuse_open(section: str, host: str, token: str | None) -> None:
-    """Raise ConfigError for a section's host that lets other machines in without a token."""
+    """Raise ConfigError if a section's host lets other machines in without a token."""
     if token is None and not is_loopback(host):
         raise ConfigError(
-            f"{section}.host={host} lets other machines in: set server.token (or HOCKET_TOKEN) to at least 8 "
-            f"characters, or keep {section}.host=127.0.0.1"
+            f"{section}.host={host} lets other machines in: set server.token (or HOCKET_TOKEN) to "
+            f"at least 8 characters, or keep {section}.host=127.0.0.1"
         )
 
 
 def holder(number: int) -> str:
-    """Return who listens on a port of this machine: "process 7 (python3 run.py serve)", or "another process"."""
+    """Name the process that listens on a port: "process 7 (python3 run.py serve)", or less."""
     import psutil
 
-    for each in psutil.net_connections(kind="tcp"):
-        if each.status == psutil.CONN_LISTEN and each.laddr.port == number:
-            with suppress(psutil.Error, TypeError):  # TypeError: None, of another user
-                return (
-                    f"process {each.pid} ({' '.join(psutil.Process(int(each.pid)).cmdline())[:90]})"
-                )
+    for connection in psutil.net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == number:
+            pid = connection.pid  # None for a process of another user
+            if pid is not None:
+                with suppress(psutil.Error):
+                    command = " ".join(psutil.Process(pid).cmdline())
+                    return f"process {pid} ({command[:90]})"
             return "a process of another user"
     return "another process"

@@ -1,4 +1,7 @@
-"""Register what users can add: an unknown name lists the known ones, a double one raises."""
+"""Registries of what users can add, the options of what they hold, and the plugin files of users.
+
+An unknown name is refused with a list of the known ones, and so is a name that is registered twice.
+"""
 
 import difflib
 import functools
@@ -19,8 +22,9 @@ from hocket.errors import ConfigError, HocketError
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-PLUGIN_PREFIX = "hocket_plugin_"  # of the module names that load_plugins makes
-_WANTED = {  # by pydantic's word for a kind
+PLUGIN_PREFIX = "hocket_plugin_"  # begins the names of the modules that load_plugins makes
+# What a value must be, by the first word of pydantic's error types: int_type, int_parsing, ...
+_EXPECTED = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -29,32 +33,52 @@ _WANTED = {  # by pydantic's word for a kind
     "dict": "a mapping of key: value",
     "model": "a mapping of key: value",
 }
-_OTHER_KIND = re.compile(f"({'|'.join(_WANTED)})_(type|parsing|from_float)")
+_WRONG_TYPE = re.compile(f"({'|'.join(_EXPECTED)})_(type|parsing|from_float)")
 
 
 class Registry(Generic[T]):
-    """Named things of one kind, filled by a decorator; `kind` is the word for them in errors ("reward").
+    """Objects of one kind by name, filled by a decorator; errors call an object by its `kind`.
 
-    `modules` are imported when a name that they register is first used; one that is not there registers none, as where
-    hocket/extras is deleted.
+    Example: shapes that plugins can add, and that a setting chooses.
+
+        from hocket.common.registry import Registry
+
+        SHAPES = Registry("shape")
+
+
+        @SHAPES.register("rectangle")
+        def rectangle(height: float, width: float = 2.0) -> float:
+            return height * width
+
+
+        area = SHAPES.get("rectangle")(3.0)
+        choice = SHAPES.choose({"name": "rectangle", "width": 5.0}, "draw.shape", keys=("height",))
+        chosen_area = choice(3.0)
+
+    `modules` maps names to the modules that register them. A module is imported when its name is
+    first used. One whose file is missing registers nothing, as where hocket/extras is deleted.
     """
 
-    every: ClassVar[list["Registry[Any]"]] = []
+    every: ClassVar[list["Registry[Any]"]] = []  # all registries of this process
 
     def __init__(self, kind: str, **modules: str) -> None:
         self.kind = kind
         self._table = dict(modules)
-        self._modules = modules
+        self._modules = modules  # those that were not imported yet
         self.items: dict[str, T] = {}
-        self._origins: dict[str, str] = {}  # modules that registered them
+        self._origins: dict[str, str] = {}  # by name: the module that registered it
         self.every.append(self)
 
     def register(self, name: str) -> Callable[[Item], Item]:
-        """Add what is decorated as `name`. Raise ConfigError if that is taken, or missing."""
+        """Register the decorated object as `name`.
+
+        Raises ConfigError if the name is taken, or if the decorator was used without one.
+        """
         if not isinstance(name, str):
-            called = getattr(name, "__name__", "NAME")
-            raise ConfigError(f'it needs a name: @{self.kind}("{called}")')
-        module = sys._getframe(1).f_globals["__name__"]
+            function_name = getattr(name, "__name__", "NAME")
+            raise ConfigError(f'it needs a name: @{self.kind}("{function_name}")')
+        # Objects without a module of their own, such as tables, come from the calling module.
+        calling_module = sys._getframe(1).f_globals["__name__"]
 
         def add(item: Any) -> Any:
             if self._has(name):
@@ -62,18 +86,22 @@ class Registry(Generic[T]):
                     f"{self.kind} {name!r} is registered twice; choose another name for one of them"
                 )
             self.items[name] = item
-            self._origins[name] = getattr(getattr(item, "function", item), "__module__", module)
+            function = getattr(item, "function", item)
+            self._origins[name] = getattr(function, "__module__", calling_module)
             return item
 
         return add
 
     def _has(self, name: str) -> bool:
+        """Check whether a name is registered, and import its module first if that was not done."""
         if name in self._modules and is_there(self._modules[name]):
-            module = self._modules.pop(name)  # first, as the module registers the name
+            # Take the module out first: its decorator comes here again to register the name.
+            module = self._modules.pop(name)
             try:
                 importlib.import_module(module)
             except ModuleNotFoundError as error:
                 self._modules[name] = module
+                # A missing package is another error than a deleted part of hocket.
                 if not (error.name or "").startswith("hocket."):
                     raise
                 raise ConfigError(
@@ -83,67 +111,76 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> set[str]:
-        return self.items.keys() | {
-            name for name, module in self._modules.items() if is_there(module)
-        }
+        """All names: those that are registered, and those of modules not imported yet."""
+        names = set(self.items)
+        names.update(name for name, module in self._modules.items() if is_there(module))
+        return names
 
     def each(self) -> Iterator[T]:
-        """Yield all objects: those of the modules in the order of the table, then those that users have added."""
-        for name in [*self._table, *(name for name in self.items if name not in self._table)]:
+        """Yield all objects: first hocket's in the order of `modules`, then those of users."""
+        of_users = [name for name in self.items if name not in self._table]
+        for name in list(self._table) + of_users:
             if self._has(name):
                 yield self.items[name]
 
     def of_module(self, module: str) -> list[str]:
-        """Return the names that a module has registered."""
+        """List the names that a module has registered."""
         return sorted(name for name in self.items if self._origins.get(name) == module)
 
     def forget(self, name: str) -> None:
+        """Remove a name, for a plugin that failed."""
         del self.items[name]
 
     def get(self, name: str, setting: str = "") -> T:
-        """Return the object. Raise ConfigError that lists the known names."""
-        if not self._has(name):
-            advice = "add your own as a Python file under plugins"
-            for key, plugin in _PLUGINS.items():
-                if callable(getattr(sys.modules[key], name, None)):
-                    advice = f'{plugin.path} has a function {name} without @{self.kind}("{name}")'
-                    break
-            names = ", ".join(sorted(self.names)) or "none, as files of hocket/extras were deleted"
-            raise ConfigError(
-                f"{setting}there is no {self.kind} {name!r}{nearest(name, self.names)}; known: {names}; {advice}"
-            )
-        return self.items[name]
+        """Get the object `name`. Raises ConfigError that lists the known names.
+
+        The error begins with `setting`, such as "sync.backend: ".
+        """
+        if self._has(name):
+            return self.items[name]
+        advice = "add your own as a Python file under plugins"
+        for module, plugin in _PLUGINS.items():
+            if callable(getattr(sys.modules[module], name, None)):
+                advice = f'{plugin.path} has a function {name} without @{self.kind}("{name}")'
+                break
+        names = ", ".join(sorted(self.names)) or "none, as files of hocket/extras were deleted"
+        guess = nearest(name, self.names)
+        raise ConfigError(
+            f"{setting}there is no {self.kind} {name!r}{guess}; known: {names}; {advice}"
+        )
 
     def choose(
         self, chosen: str | Mapping[str, Any], setting: str, keys: Collection[str] = ()
     ) -> T:
-        """Return the object that `NAME` or `{name: NAME, option: value}` names, with these options bound to it.
+        """Choose an object by `NAME` or `{name: NAME, option: value}`, and bind the options to it.
 
-        It is called by who asked, with the arguments `keys` beside the options; `bind` calls it at once, to try it.
-        Raise ConfigError for an unknown name or option.
+        The caller of `choose` calls the result with the arguments named in `keys`. (`bind` also
+        calls it at once, to try the options.) Raises ConfigError for an unknown name or option.
         """
         options = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
         name = options.pop("name")
         target: Any = self.get(name, f"{setting}: ")
-        read = options_of(f"{self.kind} {name}", target, options, section=setting, keys=keys)
-        made: Any = functools.partial(target, **read)
-        return cast(T, made)
+        options = options_of(f"{self.kind} {name}", target, options, section=setting, keys=keys)
+        return cast(T, functools.partial(target, **options))
 
     def bind(
         self, name: str, options: Mapping[str, Any] | None, *, section: str, keys: Collection[str]
     ) -> Callable[[], Any]:
-        """Return a maker of `name` with a section's options beside its `keys`, tried once; ConfigError if it fails."""
+        """Make a function that calls the object `name` with the options of a section.
+
+        `keys` are keys of the section that are not options. The function is called once, to try
+        the options. Raises ConfigError if it refuses them.
+        """
         target: Any = self.get(name, f"{section}.name: ")
-        called = f"{self.kind} {name}"
-        make = functools.partial(
-            target, **options_of(called, target, options, section=section, keys=keys)
-        )
-        try_out(make, called, section)
+        title = f"{self.kind} {name}"
+        checked = options_of(title, target, options, section=section, keys=keys)
+        make = functools.partial(target, **checked)
+        try_out(make, title, section)
         return make
 
 
 def is_there(module: str) -> bool:
-    """Check whether a module has a file, if it is one of hocket's own."""
+    """Check whether a module of hocket has a file; other modules count as present."""
     if not module.startswith("hocket."):
         return True
     path = Path(__file__).parents[2].joinpath(*module.split("."))
@@ -151,85 +188,112 @@ def is_there(module: str) -> bool:
 
 
 def options_of(
-    called: str,
+    title: str,
     target: Callable[..., Any],
-    given: Mapping[str, Any] | None,
+    options: Mapping[str, Any] | None,
     *,
     section: str,
     keys: Collection[str] = (),
     row: str = "",
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return a plugin's options, read as its annotations say; its parameters named in `keys` it gets from elsewhere.
+    """Check the options of a plugin, and convert them to the types that it is annotated with.
 
-    Raise ConfigError for those that are missing, unknown or wrong; `row` is to be said of a missing one. `elsewhere`:
-    what other programs call one of the keys → the key.
+    `target` is the plugin's function or class, and `title` its name in errors. Its parameters named
+    in `keys` are no options: hocket passes them. `elsewhere` maps names that other programs use to
+    one of the keys. `row` is added to the error of a missing option.
+
+    Raises ConfigError for options that are missing, unknown or of a wrong type.
     """
-    import pydantic  # would take a third of a reward worker's start
-    import typing_extensions as typed  # pydantic wants its TypedDict before Python 3.12
+    import pydantic  # its import would take a third of a reward worker's start
+    import typing_extensions as typed  # before Python 3.12 pydantic needs its TypedDict
 
+    # The options are described to pydantic as a TypedDict, with a field for each parameter.
     parameters = inspect.signature(target).parameters
-    plugin = f"{called}({', '.join(parameters)})"
-    kinds = dict[str, Any]()
-    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    config |= {"coerce_numbers_to_str": True, "allow_inf_nan": False}  # as settings are read
-    for name, one in parameters.items():
-        if one.kind is one.POSITIONAL_ONLY:
-            raise ConfigError(f"{plugin} gets its arguments by name: remove the / from them")
-        if one.kind is one.VAR_KEYWORD:
-            config["extra"] = "allow"
-        elif name not in keys:
-            is_read = one.annotation is not one.empty and not isinstance(one.annotation, str)
-            kind = one.annotation if is_read else Any
-            kinds[name] = kind if one.default is one.empty else typed.NotRequired[kind]
+    plugin = f"{title}({', '.join(parameters)})"
+    types = _option_types(plugin, parameters, keys)
 
-    def wrong(item: Any) -> str:
+    def explain_option(item: Any) -> str:
+        """Turn one of pydantic's errors into a sentence."""
         key = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            return f"{plugin} has no option {key!r}{nearest(key, [*parameters, *keys])}"
-        if item["type"] == "missing" and key in kinds:
-            close = nearest(key, {*keys} - parameters.keys())
+            return f"{plugin} has no option {key!r}{nearest(key, list(parameters) + list(keys))}"
+        if item["type"] == "missing" and key in types:
+            # The parameter may be a misspelled key, or a key's name in another program.
+            guess = nearest(key, set(keys) - parameters.keys())
             if elsewhere.get(key, key) not in parameters:
-                close = f" (did you mean {elsewhere[key]!r}?)"
-            return f"{plugin} needs the option {key!r}{close}: set {section}.{key}{row}"
+                guess = f" (did you mean {elsewhere[key]!r}?)"
+            return f"{plugin} needs the option {key!r}{guess}: set {section}.{key}{row}"
         return f"{section}.{key}: {explain(item)}"
 
+    takes_any = any(value.kind is value.VAR_KEYWORD for value in parameters.values())
+    config = pydantic.ConfigDict(
+        extra="allow" if takes_any else "forbid",
+        arbitrary_types_allowed=True,
+        coerce_numbers_to_str=True,  # as the settings are read
+        allow_inf_nan=False,
+    )
     make_model: Any = typed.TypedDict
-    model = pydantic.with_config(config)(make_model("Options", kinds))
+    model = pydantic.with_config(config)(make_model("Options", types))
     try:
-        options: dict[str, Any] = pydantic.TypeAdapter(model).validate_python(given or {})
+        checked: dict[str, Any] = pydantic.TypeAdapter(model).validate_python(options or {})
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(map(wrong, error.errors()))) from error
+        raise ConfigError("\n".join(map(explain_option, error.errors()))) from error
     except pydantic.PydanticUserError as error:
         raise ConfigError(
             f"{plugin} has an annotation that pydantic can't check: {error}"
         ) from error
-    return options
+    return checked
 
 
-def need(what: str, package: str) -> None:
+def _option_types(
+    plugin: str, parameters: Mapping[str, inspect.Parameter], keys: Collection[str]
+) -> dict[str, Any]:
+    """Map the parameters that are options to their types; Any for those without a type."""
+    import typing_extensions as typed
+
+    types = {}
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{plugin} gets its arguments by name: remove the / from them")
+        if parameter.kind is parameter.VAR_KEYWORD or name in keys:
+            continue
+        annotation = parameter.annotation
+        if annotation is parameter.empty or isinstance(annotation, str):
+            annotation = Any
+        if parameter.default is not parameter.empty:
+            annotation = typed.NotRequired[annotation]
+        types[name] = annotation
+    return types
+
+
+def need(user: str, package: str) -> None:
+    """Raise ConfigError if a package is not installed that `user`, such as "env.mcp", needs."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"{what} needs the package {package}: .venv/bin/pip install {package}, or leave it out"
+            f"{user} needs the package {package}: .venv/bin/pip install {package}, or leave it out"
         )
 
 
-def try_out(make: Callable[[], Any], called: str, section: str) -> None:
+def try_out(make: Callable[[], Any], title: str, section: str) -> None:
+    """Call `make` once; raise ConfigError if it refuses the options of its section."""
     try:
         make()
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{called} refuses its options: {error}; change the section {section}"
+            f"{title} refuses its options: {error}; change the section {section}"
         ) from error
 
 
 def explain(item: Mapping[str, Any]) -> str:
-    """Say what pydantic finds wrong, one of its `errors()`."""
+    """Put an error of pydantic, an item of its `errors()`, into words for users."""
     message = str(item["msg"]).removeprefix("Value error, ")
     value = item["input"]
-    if kind := _OTHER_KIND.fullmatch(item["type"]):
-        message = f"must be {_WANTED[kind[1]]}, got {value!r:.80}"
-        if kind[1] in ("dict", "model") and ":" in f"{item['loc'][-1:]}{value}":
+    wrong_type = _WRONG_TYPE.fullmatch(item["type"])
+    if wrong_type:
+        message = f"must be {_EXPECTED[wrong_type[1]]}, got {value!r:.80}"
+        # YAML reads `key:value` as a text: a colon shows that a mapping was meant.
+        if wrong_type[1] in ("dict", "model") and ":" in f"{item['loc'][-1:]}{value}":
             message += "; write a space after the colon"
     if item["type"] == "literal_error":
         message += nearest(str(value), re.findall("'(.*?)'", message))
@@ -237,43 +301,59 @@ def explain(item: Mapping[str, Any]) -> str:
 
 
 def refuse_owned(
-    where: str, given: Iterable[str], owned: Mapping[str, str], known: Collection[str], unknown: str
+    prefix: str,
+    names: Iterable[str],
+    owned: Mapping[str, str],
+    known_names: Collection[str],
+    unknown: str,
 ) -> None:
-    """Raise ValueError that names all of `given` that are not `known`, or `owned` by a setting of hocket ("": none)."""
-    wrong = []
-    for name in given:
+    """Raise ValueError for the settings `names` of another program that a user can't set.
+
+    `owned` maps a setting that hocket sets itself to the setting of hocket for it, or to "". A name
+    that is in neither `owned` nor `known_names` is refused with the sentence `unknown`. The error
+    lists all of these names, each behind `prefix`.
+    """
+    problems = []
+    for name in names:
         if name in owned:
             advice = f"set {owned[name]}" if owned[name] else "leave it out"
-            wrong.append(f"{where}{name} can't be set, as hocket sets it: {advice}")
-        elif name not in known:
-            wrong.append(f"{where}{name}{unknown}{nearest(name, set(known) - owned.keys())}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
+            problems.append(f"{prefix}{name} can't be set, as hocket sets it: {advice}")
+        elif name not in known_names:
+            guess = nearest(name, set(known_names) - owned.keys())
+            problems.append(f"{prefix}{name}{unknown}{guess}")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ' (did you mean ...?)' for the closest known name, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Write ' (did you mean ...?)' with the candidate closest to a name; "" if none is close."""
+    matches = difflib.get_close_matches(name, list(candidates), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 STAND_INS: Registry[Callable[[], None]] = Registry("stand-in", openrlhf="hocket.extras.openrlhf")
-"""Functions by the package whose modules each has plugins import where it is not installed."""
+"""Functions by the name of a package. A plugin that imports the package, where it is not installed,
+gets the modules that the function puts in its place."""
 stand_in = STAND_INS.register
 
 
 class Plugin(NamedTuple):
+    """A plugin file as it was when it was imported."""
+
     path: str  # as the config has it
     sha256: str
     text: str
-    registers: tuple[str, ...]  # such as "reward share"
+    registers: tuple[str, ...]  # what its decorators registered, such as "reward share"
 
 
-_PLUGINS: dict[str, Plugin] = {}  # by module
+_PLUGINS: dict[str, Plugin] = {}  # by the name of its module
 
 
 class _PluginLoader(importlib.machinery.SourceFileLoader):
-    """Executes what the file held when it was read, however often; no bytecode of an earlier version of it."""
+    """Executes a file as it was when the loader was made, so that its SHA-256 is that of the code.
+
+    No bytecode of an earlier version is used.
+    """
 
     def __init__(self, name: str, file: Path) -> None:
         super().__init__(name, str(file))
@@ -284,48 +364,68 @@ class _PluginLoader(importlib.machinery.SourceFileLoader):
 
 
 def load_plugins(paths: Iterable[str]) -> list[Plugin]:
-    """Import Python files, whose decorators register; each once per process."""
+    """Import Python files, whose decorators register objects; each file once per process."""
     return [_PLUGINS[load_plugin(path).__name__] for path in paths]
 
 
 def load_plugin(path: str) -> ModuleType:
-    """Import one as `load_plugins`, and return its module."""
+    """Import a plugin file, unless that was done before, and return its module.
+
+    Raises ConfigError for a file that is missing or that raises.
+    """
     file = Path(path).expanduser().resolve()
     if not file.is_file() or file.suffix != ".py":
         raise ConfigError(
             f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}"
         )
-    name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    # The name has a hash of the path: files of the same name are different plugins.
+    path_hash = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    name = f"{PLUGIN_PREFIX}{file.stem}_{path_hash}"
     if name in _PLUGINS:
         return sys.modules[name]
+
+    # Have stand-ins ready for the packages that the file mentions.
     loader = _PluginLoader(name, file)
     for package in STAND_INS.names:
         if package.encode() in loader.content:
             STAND_INS.get(package)()
+
+    # Import the file. If it raises, undo what it has registered until then.
     spec: Any = importlib.util.spec_from_file_location(name, file, loader=loader)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[name]  # a later attempt must import it again, not find half a module
-        for registry, one in _registered(name):
-            registry.forget(one)
-        told = "".join(traceback.format_exception(error))
-        line = ["1", *re.findall(f'File "{re.escape(str(file))}", line ([0-9]+)', told)][-1]
-        cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, ModuleNotFoundError):
-            cause += f"; .venv/bin/pip install {error.name}, or, for a file of yours, set PYTHONPATH to its folder"
-        elif isinstance(error, ImportError) and error.name == "hocket":
-            cause += "; decorators are in hocket.rewards and hocket.envs"
-        raise ConfigError(
-            f"plugin {path!r} can't be imported: {file}, line {line}: {cause}"
-        ) from error
-    registers = tuple(f"{registry.kind} {one}" for registry, one in _registered(name))
+        del sys.modules[name]  # or a later attempt would get half a module
+        for registry, item_name in _registered(name):
+            registry.forget(item_name)
+        raise ConfigError(_import_problem(path, file, error)) from error
+
+    registers = tuple(f"{registry.kind} {item_name}" for registry, item_name in _registered(name))
     digest = hashlib.sha256(loader.content).hexdigest()
     _PLUGINS[name] = Plugin(path, digest, loader.content.decode(errors="replace"), registers)
     return module
 
 
+def _import_problem(path: str, file: Path, error: BaseException) -> str:
+    """Describe why a plugin can't be imported, with the last line of the file that was reached."""
+    trace = "".join(traceback.format_exception(error))
+    lines = re.findall(f'File "{re.escape(str(file))}", line ([0-9]+)', trace)
+    line = lines[-1] if lines else "1"
+    cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        cause += (
+            f"; .venv/bin/pip install {error.name}, or, for a file of yours, set PYTHONPATH to its "
+            "folder"
+        )
+    elif isinstance(error, ImportError) and error.name == "hocket":
+        cause += "; decorators are in hocket.rewards and hocket.envs"
+    return f"plugin {path!r} can't be imported: {file}, line {line}: {cause}"
+
+
 def _registered(module: str) -> list[tuple[Registry[Any], str]]:
-    """Return the names of what a module has registered."""
-    return [(registry, name) for registry in Registry.every for name in registry.of_module(module)]
+    """List the objects that a module has registered: their registries and names."""
+    pairs = []
+    for registry in Registry.every:
+        pairs += [(registry, name) for name in registry.of_module(module)]
+    return pairs

@@ -1,6 +1,7 @@
-"""Mend what a shell hands on, for this process and those that it starts. Standard library only.
+"""Repair what this process inherits from its shell, for itself and for its children.
 
-What can't be used here is dropped from os.environ, where libraries and children read it, and named.
+Standard library only. A variable that can't be used here is deleted from os.environ, where
+libraries and children would read it, and a sentence says so.
 """
 
 import contextlib
@@ -16,67 +17,72 @@ from pathlib import Path
 from hocket.errors import SetupError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # lower case, too
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # programs read them in lower case, too
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 HUB = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEFT_OVER = f"if no launcher such as torchrun starts this: unset {' '.join(RANKS)}"
-MOST_FILES = 1 << 16  # of this process: some programs go through all that they might have
-LONGEST_FOLDER = (
-    107 - 37
-)  # bytes of the path: those of a socket in it, without its name, "/" and a UUID
+# Open files that this process may have. Not more: some programs go through all possible numbers.
+MOST_FILES = 1 << 16
+# Bytes of a folder's path that leave room, in the 107 bytes of a socket's path, for "/" and a UUID.
+LONGEST_FOLDER = 107 - 37
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def begin() -> list[str]:
-    """Have Python run as libraries need it, before they are imported; return notes."""
+    """Have Python run as libraries need it, before they are imported. Returns notes to print."""
     _restart()
     open_streams()
-    unused = _search_packages_first()
-    if not unused:
+    shadowed = _search_packages_first()
+    if not shadowed:
         return []
     return [
-        f"PYTHONPATH has {', '.join(unused)}: not used, as Python or its environment has modules of these names"
+        f"PYTHONPATH has {', '.join(shadowed)}: not used, as Python or its environment has modules "
+        "of these names"
     ]
 
 
 def _restart() -> None:
-    """Start this command once more, with its id, where variables had Python begin otherwise."""
-    lacks_docstrings = sys.flags.optimize > 1 and os.environ.pop(
-        "PYTHONOPTIMIZE", ""
-    )  # transformers reads them
-    lacks_names = (
-        sys.getfilesystemencoding() == "ascii"
-    )  # of files: those with an umlaut could not be written down
+    """Replace this process by a new one where Python was started in a way that can't be undone."""
+    # -OO strips docstrings, which transformers reads.
+    lacks_docstrings = sys.flags.optimize > 1 and os.environ.pop("PYTHONOPTIMIZE", "")
+    # With ASCII, files can't be opened whose names have an umlaut.
+    lacks_names = sys.getfilesystemencoding() == "ascii"
     if lacks_names:
         os.environ["PYTHONUTF8"] = "1"
-        os.environ.setdefault("PYTHONIOENCODING", "ascii")  # for the terminal, as before
+        os.environ.setdefault("PYTHONIOENCODING", "ascii")  # the terminal still has only ASCII
     if lacks_docstrings or lacks_names:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _search_packages_first() -> list[str]:
-    """Search PYTHONPATH after Python and this environment; return its modules that these have, too."""
+    """Have the folders of PYTHONPATH searched after Python's and this environment's.
+
+    Returns the modules in these folders that are so shadowed by others.
+    """
+    # Folders that keep their place: Python's, the environment's, and that of hocket itself.
     places = sysconfig.get_paths()
-    kept = {
-        str(Path(__file__).resolve().parents[2]),
-        f"{places['platstdlib']}/lib-dynload",
-        *places.values(),
-    }
-    inherited = {
-        os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
-    } - kept
-    behind = [path for path in sys.path if path in inherited]
-    sys.path[:] = [path for path in sys.path if path not in behind] + behind
-    return [
-        str(file)
-        for path in behind
-        for file in _modules(path)
-        if _is_elsewhere(file.stem, before=path)
-    ]
+    kept = set(places.values())
+    kept.add(f"{places['platstdlib']}/lib-dynload")
+    kept.add(str(Path(__file__).resolve().parents[2]))
+
+    inherited = set()
+    for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if path:
+            inherited.add(os.path.abspath(path))
+    inherited -= kept
+    last = [path for path in sys.path if path in inherited]
+    sys.path[:] = [path for path in sys.path if path not in inherited] + last
+
+    shadowed: list[str] = []
+    for path in last:
+        files = [file for file in _modules(path) if _is_elsewhere(file.stem, before=path)]
+        shadowed += map(str, files)
+    return shadowed
 
 
 def _modules(folder: str) -> Iterator[Path]:
+    """Yield the modules and packages in a folder."""
     with contextlib.suppress(OSError):  # there is no such folder
         for file in sorted(Path(folder).iterdir()):
             is_module = file.suffix == ".py" and file.name != "__init__.py"
@@ -85,33 +91,39 @@ def _modules(folder: str) -> Iterator[Path]:
 
 
 def _is_elsewhere(module: str, *, before: str) -> bool:
-    """Check whether Python has a module of that name, or a folder that is searched before this one."""
-    folders = map(Path, sys.path[: sys.path.index(before)])
-    is_package = any(
-        (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
-        for folder in folders
-    )
-    return is_package or module in sys.stdlib_module_names
+    """Check whether Python has a module of that name, or a folder that is searched `before`."""
+    if module in sys.stdlib_module_names:
+        return True
+    for folder in map(Path, sys.path[: sys.path.index(before)]):
+        if (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file():
+            return True
+    return False
 
 
 def mend() -> list[str]:
-    """Mend variables and limits; return a sentence for each that was set wrongly.
+    """Repair variables and limits. Returns a sentence for each that was set wrongly.
 
     Raises SetupError where no temporary folder can be written.
     """
+    # Children replace characters that their output can't encode, unless the user has chosen.
     encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
-    os.environ["PYTHONIOENCODING"] = f"{encoding}:{errors or 'replace'}"  # of children
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:{errors or 'replace'}"
     bypass_proxies(LOOPBACK)
     _raise_file_limit()
-    return [*_drop_proxies(), *_drop_certificates(), *_drop_threads(), *_choose_tmpdir()]
+    sentences = list(_drop_proxies())
+    sentences += _drop_certificates()
+    sentences += _drop_threads()
+    sentences += _choose_tmpdir()
+    return sentences
 
 
 def open_streams() -> None:
     """Open standard streams that are closed, and replace characters that they can't encode."""
-    while (
-        descriptor := os.open(os.devnull, os.O_RDWR)
-    ) <= 2:  # else the next file would be written as one
+    # A file gets the lowest free number: one that is opened later must not become a stream.
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
         os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -121,20 +133,27 @@ def open_streams() -> None:
 
 
 def bypass_proxies(hosts: Iterable[str]) -> None:
-    """Have this process, and what it starts, ask these hosts without a proxy, which may not reach them."""
+    """Have this process and its children connect to these hosts without a proxy.
+
+    A proxy may not reach them.
+    """
     names = ("NO_PROXY", "no_proxy")
     values = [os.environ.get(name) for name in names]
     for name, value in zip(names, values, strict=True):
-        if value is None:  # programs read either, or one of them first
+        # Some programs read only one of the two: what is set in the other holds for both.
+        if value is None:
             value = next(filter(None, values), "")
         listed = [host.strip() for host in value.split(",") if host.strip()]
-        if listed != ["*"]:
+        if listed != ["*"]:  # "*" stands for all hosts
             listed += [host for host in hosts if host not in listed]
         os.environ[name] = ",".join(listed)
 
 
 def proxy_of(url: str) -> str:
-    """Return the variable that has a URL asked through a proxy, as "HTTP_PROXY=http://...", or nothing."""
+    """Find the variable that sets the proxy of a URL.
+
+    Returns it as "HTTP_PROXY=http://...", without a password, or "" if no proxy is used.
+    """
     from urllib.parse import urlsplit
     from urllib.request import getproxies_environment, proxy_bypass
 
@@ -144,23 +163,30 @@ def proxy_of(url: str) -> str:
         return ""
     for kind in (parts.scheme, "all"):
         if kind in proxies:
-            name = next(
-                name for name in (f"{kind}_proxy", f"{kind}_proxy".upper()) if name in os.environ
-            )
+            name = f"{kind}_proxy"  # read before the same name in upper case
+            if name not in os.environ:
+                name = name.upper()
             return f"{name}={_without_password(proxies[kind])}"
     return ""
 
 
 def hub_variables() -> str:
-    """Return the variables that decide how the hub is asked, as "; set here: HF_HUB_OFFLINE=1", or nothing."""
+    """List the variables that decide how the hub is reached, for an error about it.
+
+    Returns them as "; set here: HF_HUB_OFFLINE=1", or "" if none is set.
+    """
     values = [f"{name}={os.environ[name]}" for name in HUB if os.environ.get(name)]
-    if proxy := proxy_of(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
+    proxy = proxy_of(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if proxy:
         values.append(proxy)
     return f"; set here: {', '.join(values)}" if values else ""
 
 
 def socket_folder() -> str | None:
-    """Return a folder for sockets where the temporary one's path is too long for them. Raises SetupError."""
+    """Choose a folder for sockets if the path of the temporary folder is too long for them.
+
+    Returns None if it is not. Raises SetupError where no other folder can be written.
+    """
     import tempfile
 
     size = len(os.fsencode(tempfile.gettempdir()))
@@ -175,21 +201,22 @@ def socket_folder() -> str | None:
 
 
 def settle_ranks(*, launched: bool) -> None:
-    """Drop what a launcher left in the shell, unless the command is one that it may have started.
+    """Delete the variables of a launcher, unless it may have started this command (`launched`).
 
-    Raises SetupError where that says which rank this is, but not rightly.
+    Raises SetupError where they contradict each other, or one of them is missing.
     """
     if not launched:
         for name in RANKS:
             os.environ.pop(name, None)
         return
     numbers = dict[str, int]()
-    for name in RANKS[:4]:
+    for name in RANKS[:4]:  # those that are numbers: two of ranks, two of sizes
         value = os.environ.get(name, "").strip()
         if value and not value.isdecimal():
             raise SetupError(f"{name}={value} is no number; {LEFT_OVER}")
-        numbers[name] = int(value or name.endswith("SIZE"))
-    rank, _, size, _ = numbers.values()
+        default = 1 if name.endswith("SIZE") else 0
+        numbers[name] = int(value or default)
+    rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
     if rank >= size:
         raise SetupError(f"RANK={rank} needs a higher WORLD_SIZE than {size}; {LEFT_OVER}")
     if size == 1:
@@ -200,6 +227,7 @@ def settle_ranks(*, launched: bool) -> None:
 
 
 def _raise_file_limit() -> None:
+    """Let this process open as many files as it may, up to MOST_FILES."""
     import resource  # not on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -209,18 +237,20 @@ def _raise_file_limit() -> None:
 
 
 def _drop_proxies() -> Iterator[str]:
-    dropped = dict[str, str]()
-    for name in (*PROXIES, *map(str.lower, PROXIES)):
+    """Delete variables with a proxy that can't be used; yield one sentence for each such proxy."""
+    sentences = dict[str, str]()  # by the variable's value
+    for name in PROXIES + tuple(map(str.lower, PROXIES)):
         value = os.environ.get(name)
-        if value and (cause := _unusable(value)):
+        cause = _unusable(value) if value else ""
+        if value and cause:
             del os.environ[name]
-            dropped.setdefault(value, f"{name}={_without_password(value)} {cause}")
-    for sentence in dropped.values():
+            sentences.setdefault(value, f"{name}={_without_password(value)} {cause}")
+    for sentence in sentences.values():
         yield f"{sentence}; other machines are asked without this proxy"
 
 
 def _unusable(proxy: str) -> str:
-    """Return why httpx could not begin with a proxy in the environment, or nothing."""
+    """Say why httpx would raise for a proxy in the environment; "" if it would not."""
     from urllib.parse import urlsplit
 
     url = proxy if "://" in proxy else f"http://{proxy}"
@@ -245,6 +275,7 @@ def _without_password(url: str) -> str:
 
 
 def _drop_certificates() -> Iterator[str]:
+    """Delete variables with certificates that do not exist; yield a sentence for each."""
     for name in CERTIFICATES:
         path = os.environ.get(name)
         if path and not os.path.exists(path):
@@ -253,6 +284,7 @@ def _drop_certificates() -> Iterator[str]:
 
 
 def _drop_threads() -> Iterator[str]:
+    """Delete a number of threads that OpenMP can't read: it may be a list, one per level."""
     value = os.environ.get("OMP_NUM_THREADS")
     if value is not None and not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", value):
         del os.environ["OMP_NUM_THREADS"]
@@ -261,15 +293,16 @@ def _drop_threads() -> Iterator[str]:
 
 
 def _choose_tmpdir() -> Iterator[str]:
+    """Set TMPDIR to the folder that Python uses, if that is another one."""
     import tempfile
 
-    asked = os.environ.get("TMPDIR")
+    chosen = os.environ.get("TMPDIR")
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
         raise SetupError(
             f"no temporary folder can be written: {error.strerror}; free space, or set TMPDIR"
         ) from error
-    if asked and os.path.abspath(asked) != os.path.abspath(folder):
+    if chosen and os.path.abspath(chosen) != os.path.abspath(folder):
         os.environ["TMPDIR"] = folder
-        yield f"TMPDIR={asked} is no folder that can be written; {folder} is used"
+        yield f"TMPDIR={chosen} is no folder that can be written; {folder} is used"

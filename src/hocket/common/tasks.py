@@ -1,4 +1,7 @@
-"""Run coroutines, threads and tasks; measure their time, derive their seeds. Standard library only."""
+"""Run coroutines, threads and tasks; measure their time and derive their seeds.
+
+Standard library only.
+"""
 
 import asyncio
 import gc
@@ -13,10 +16,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from hocket.common.processes import ABANDONED
 
-LOOK_S = 0.5  # between looks for a signal
-END_S = 30.0  # that tasks may take to end with their event loop
+LOOK_S = 0.5  # seconds between looks for a signal
+END_S = 30.0  # seconds that tasks may take to end with their event loop
 _THREADS = ThreadPoolExecutor(32, "hocket")
-_LOOK_UPS = dict[Any, Future[Any]]()  # under way
+_LOOK_UPS = dict[Any, Future[Any]]()  # calls of `look_up` that have not ended, by their arguments
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -24,37 +27,44 @@ T = TypeVar("T")
 
 @contextmanager
 def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Yield what runs coroutines in one event loop: tasks of the first go on in the second.
+    """Yield a function that runs coroutines, one after another, in the same event loop.
 
-    Where one runs already, as in a notebook, it is a thread's.
+    Tasks that a coroutine leaves go on while the next one runs. In a thread that already runs an
+    event loop, as in a notebook, the coroutines run in a thread of their own.
     """
     with ExitStack() as stack:
         runner = asyncio.Runner()
         try:
             asyncio.get_running_loop()
-        except RuntimeError:
-            runs = runner.run
+        except RuntimeError:  # no event loop runs in this thread
+            run_there = runner.run
             stack.callback(_close, runner)
         else:
             thread = stack.enter_context(ThreadPoolExecutor(1))
-            thread.submit(
-                int
-            ).result()  # it has started: an interrupt of its start would leave it behind
+            # Wait until the thread has started: an interrupt of its start would leave it behind.
+            thread.submit(int).result()
             stack.callback(thread.submit, _close, runner)
-            runs = partial(_run_in, thread, runner)
-        yield runs
+            run_there = partial(_run_in, thread, runner)
+        yield run_there
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return a coroutine's result; asyncio.run would wait for ever for tasks and threads that do not end."""
+    """Run a coroutine and return its result.
+
+    Unlike asyncio.run it does not wait for ever for tasks and threads that do not end.
+    """
     with event_loop() as run_there:
         result: T = run_there(coroutine)
         return result
 
 
 def _close(runner: asyncio.Runner) -> None:
-    """Cancel the tasks of an event loop and close it; abandon one whose tasks do not end, and threads."""
+    """Cancel the tasks of an event loop and close it.
+
+    A loop whose tasks do not end is abandoned, and so are the threads of its executor.
+    """
     loop = runner.get_loop()
+    # The runner waits for the threads of the loop's executor: give it one without threads.
     loop.set_default_executor(ThreadPoolExecutor())
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
@@ -73,30 +83,33 @@ def _close(runner: asyncio.Runner) -> None:
 def _run_in(
     thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]
 ) -> Any:
-    begun = Future[Any]()
+    """Run a coroutine in another thread; an interrupt of this thread cancels it there."""
+    started = Future[Any]()  # the coroutine's task
 
-    async def begin() -> Any:
-        begun.set_result(asyncio.current_task())
+    async def start() -> Any:
+        started.set_result(asyncio.current_task())
         return await coroutine
 
     try:
-        running = thread.submit(runner.run, begin())
-        while (
-            not running.done()
-        ):  # a signal that another thread takes does not end a wait of this one
+        running = thread.submit(runner.run, start())
+        # Wake up now and then: a signal that another thread takes does not end this one's wait.
+        while not running.done():
             wait([running], timeout=LOOK_S)
         return running.result()
     except KeyboardInterrupt:  # only the main thread gets it
-        with suppress(TimeoutError):  # it was not submitted
-            task = begun.result(timeout=END_S)
+        with suppress(TimeoutError):  # the interrupt came before the coroutine was submitted
+            task = started.result(timeout=END_S)
             task.get_loop().call_soon_threadsafe(task.cancel)
         raise
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Search for no garbage meanwhile: imports make hardly any, and searches take a quarter of their time."""
-    enabled = gc.isenabled()  # a caller may have it off
+    """Switch garbage collection off during the body, which imports modules.
+
+    Imports leave hardly any garbage, and searching for it takes a quarter of their time.
+    """
+    enabled = gc.isenabled()  # a caller may have switched it off already
     gc.disable()
     try:
         yield
@@ -108,8 +121,8 @@ def starting() -> Iterator[None]:
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function in a thread, while the event loop goes on.
 
-    Tools that hang may hold all of asyncio's own threads. A cancelled call ends once the function has, which uses its
-    objects until then.
+    The threads are hocket's own: a user's code that hangs may hold all of asyncio's. A cancelled
+    call waits until the function has ended, because that uses its objects until then.
     """
     call = partial(function, *args, **kwargs)
     running = asyncio.get_running_loop().run_in_executor(_THREADS, call)
@@ -121,41 +134,46 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def in_own_thread(call: Callable[[], T]) -> Future[T]:
-    """Make a call that may hang for ever, in a thread that no exit waits for."""
-    found = Future[T]()
-    found.set_running_or_notify_cancel()  # who waits no longer can't cancel it
+    """Make a call that may hang for ever, in a thread that does not keep the process from exiting.
+
+    Returns the future of its result.
+    """
+    future = Future[T]()
+    # Mark it as running: a caller that stops waiting then can't cancel it for the others.
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            found.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - of who waits
-            if not isinstance(error, Exception) or isinstance(
-                error, StopIteration | CancelledError
-            ):
-                # These would end the event loop of who waits, are refused by its future, and would cancel the task.
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller that waits gets it
+            is_special = isinstance(error, StopIteration | CancelledError)
+            if is_special or not isinstance(error, Exception):
+                # KeyboardInterrupt and SystemExit would end the caller's event loop, StopIteration
+                # is refused by its future, and CancelledError would cancel its task.
                 error = RuntimeError(f"{type(error).__name__}: {error}")
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return found
+    return future
 
 
 async def look_up(function: Callable[..., T], *args: Any) -> T:
-    """Call a function in its own thread; calls alike wait for the same one."""
+    """Call a function in its own thread; calls with equal arguments wait for the same thread."""
     key = function, args
-    found: Future[T] | None = _LOOK_UPS.get(key)
-    if found is None:
-        found = _LOOK_UPS[key] = in_own_thread(partial(function, *args))
-        found.add_done_callback(lambda _: _LOOK_UPS.pop(key))
-    return await asyncio.wrap_future(found)
+    future: Future[T] | None = _LOOK_UPS.get(key)
+    if future is None:
+        future = _LOOK_UPS[key] = in_own_thread(partial(function, *args))
+        future.add_done_callback(lambda _: _LOOK_UPS.pop(key))
+    return await asyncio.wrap_future(future)
 
 
 async def as_completed(
     function: Callable[[S], Coroutine[Any, Any, T]], items: Sequence[S], *, at_once: int
 ) -> AsyncGenerator[T, None]:
-    """Yield the results of a function of each item, as they come; leaving early cancels those begun.
+    """Call a function for each item, and yield the results in the order in which the calls end.
 
-    At most `at_once` run at the same time. Raises what one of them raises.
+    At most `at_once` calls run at the same time. An exception of a call is raised here. A caller
+    that stops early cancels the calls that have not ended.
     """
     slots = asyncio.Semaphore(at_once)
 
@@ -165,21 +183,21 @@ async def as_completed(
 
     tasks = [asyncio.create_task(work(item)) for item in items]
     try:
-        for done in asyncio.as_completed(tasks):
-            yield await done
+        for task in asyncio.as_completed(tasks):
+            yield await task
     finally:
         await cancel(tasks)
 
 
 async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, whatever with."""
+    """Cancel tasks and wait until they have ended; their exceptions are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def retrieve(task: asyncio.Task[Any]) -> None:
-    """Take an ended task's exception, or asyncio reports it as overlooked."""
+    """Read the exception of an ended task, which asyncio would else report as never retrieved."""
     if not task.cancelled():
         task.exception()
 
@@ -188,21 +206,23 @@ MAIN = "trainer, rank 0"
 
 
 class Span(NamedTuple):
-    """What took how long: from `start` to `end` by time.perf_counter."""
+    """A piece of work and its time: from `start` to `end` by time.perf_counter."""
 
-    name: str  # "time/train"
+    name: str  # the metric of its duration, such as "time/train"
     start: float
     end: float
-    who: str = MAIN
+    who: str = MAIN  # the process or thread that did the work
 
 
 LISTENERS: list[Callable[[Span], None]] = []
-"""Are told of each span, in the thread that took it; they must be quick, and never raise."""
+"""Functions that get each span, in the thread that took it. They must be quick, and never raise."""
 
 
 def note(name: str, start: float, end: float | None = None, who: str = MAIN) -> float:
-    """Tell the listeners of a span, which ends now if not told otherwise; return its seconds."""
-    span = Span(name, start, time.perf_counter() if end is None else end, who)
+    """Pass a span to the listeners and return its seconds; without `end` it ends now."""
+    if end is None:
+        end = time.perf_counter()
+    span = Span(name, start, end, who)
     for listener in LISTENERS:
         listener(span)
     return span.end - start
@@ -219,6 +239,6 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a 48-bit seed from a SHA-256 hash of the parts."""
+    """Derive a 48-bit seed from the SHA-256 hash of the parts, joined by colons."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:6], "big")

@@ -92,7 +92,7 @@ class Renderer:
         renderer = Renderer(DataConfig(source="rows.jsonl"), tokenizer, tools=())
         text, fields = renderer.row({"prompt": "1 + 1 = ?", "answer": "2"})
         (token_ids,) = renderer.encode_prompts([text])
-        prompt = Prompt(id="rows.jsonl:1", token_ids=tuple(token_ids), **fields)
+        prompt = Prompt(id="rows.jsonl:1", token_ids=array("I", token_ids), **fields)
     """
 
     contents: tuple[type, ...] = (str,)  # the types that the content of a message may have

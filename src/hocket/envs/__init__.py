@@ -1,4 +1,4 @@
-"""Environments: what answers the model between its turns and says when an episode is over, found by name."""
+"""Environments answer the model between its turns, and decide when an episode is over."""
 
 import importlib
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 from hocket.common.registry import is_there
 from hocket.envs.base import Action, Environment, Observation, Step, environment, history
 
-EXTRAS = {  # name → the module that has it, imported when it is first asked for
+# Names that plugins import from here, and the modules that have them. Such a module is imported
+# when its name is first used.
+EXTRAS = {
     "Agent": "hocket.extras.agents.agent",
     "Task": "hocket.extras.agents.task",
     "agent": "hocket.extras.agents.agent",

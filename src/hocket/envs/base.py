@@ -1,4 +1,7 @@
-"""Define environments: classes under a name, of which every episode gets an instance (docs/environments.md)."""
+"""Define environments: classes with a name, of which every episode gets an instance.
+
+docs/environments.md has the guide.
+"""
 
 import asyncio
 import dataclasses
@@ -23,14 +26,16 @@ from hocket.types import FinishReason, Message, Prompt
 class Action:
     """What the model wrote in one turn."""
 
-    text: str  # without the token or stop string that ended it; where it goes on without a text, from its beginning
+    # The text without the token or stop string that ended it. After an observation that goes on
+    # without a text, it is the text since the turn began.
+    text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    tool_calls: tuple[ToolCall, ...] = ()  # in the text, if the environment has a toolbox
+    tool_calls: tuple[ToolCall, ...] = ()  # calls in the text, if the environment has a toolbox
 
 
 def _encodable(value: Any) -> Any:
-    """Replace half surrogate pairs, which have no encoding; what is no JSON is refused later."""
+    """Replace half surrogate pairs, which have no encoding. Pydantic refuses what is no JSON."""
     try:
         return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except TypeError:
@@ -41,66 +46,96 @@ def _encodable(value: Any) -> Any:
 class Observation:
     """What the model reads before its next turn, and how that turn is sampled."""
 
-    messages: Annotated[
-        Sequence[Message], BeforeValidator(_encodable)
-    ] = ()  # rendered by the chat template
-    text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""  # instead of messages, as it is
-    max_tokens: Annotated[int, Field(ge=1)] | None = None  # None: rollout.max_tokens
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None  # None: rollout.stop
-    goes_on: bool = False  # the model's turn is not over: the text counts as its own
-    state: StrictStr = (
-        ""  # alike where the next turn has the same task; default: where it reads the same
-    )
+    # Messages since the model's turn; the chat template renders them.
+    messages: Annotated[Sequence[Message], BeforeValidator(_encodable)] = ()
+    # A text that the model reads as it is, in place of messages.
+    text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""
+    # Limits of the next turn; None takes rollout.max_tokens and rollout.stop.
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    # The model's turn is not over: `text` counts as written by the model.
+    goes_on: bool = False
+    # A name of the state: turns with the same state have the same task ahead of them. Without one,
+    # turns are in the same state where the model reads the same.
+    state: StrictStr = ""
 
     def __post_init__(self) -> None:
         if self.messages and (self.text or self.goes_on):
-            advice = "leave them out, or text and goes_on, which put words into its mouth"
-            raise ValueError(f"messages end the model's turn: {advice}")
+            raise ValueError(
+                "messages end the model's turn: leave them out, or text and goes_on, which put "
+                "words into its mouth"
+            )
 
 
 @pydantic_dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Observation):
-    """The answer to an action."""
+    """The environment's answer to an action."""
 
     reward: StrictFloat | StrictBool = 0.0
-    done: bool = False
+    done: bool = False  # the episode is over
 
 
 class LostError(Exception):
-    """What an episode needs is gone, with what it held."""
+    """Raised when something that an episode needs, such as its server, is gone with its state."""
 
 
 class Tool(NamedTuple):
-    """What a model may call."""
+    """A function that the model may call."""
 
-    schema: Mapping[str, Any]  # as OpenAI's API describes it
+    schema: Mapping[str, Any]  # its description in the form of OpenAI's API
     call: Callable[[Mapping[str, Any], float], Awaitable[Any]]
-    """(arguments, seconds for an answer) → the result. A LostError ends the episode, the model reads others."""
+    """Called with the arguments and the seconds that an answer may take; returns the result.
+    A LostError ends the episode. The model reads any other error as the result."""
 
 
 E = TypeVar("E", bound="Environment")
 
 
 class Environment:
-    """One episode, whose state is the instance's own."""
+    """One episode; what the instance holds is the episode's state.
 
-    toolbox: Toolbox | None = None
-    keeps_messages = True  # what was said is in its rollouts as a chat, to be learned by sft
-    thinking_tokens = 0  # before an answer of rollout.max_tokens
-    gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
-    decode: Callable[[Sequence[int]], str]  # of token ids to text, by the run's tokenizer
-    step_timeout_s: float = 0.0  # of each step, which env.timeout_s does not count
-    metrics: Mapping[str, float] = {}  # of the episode, by name, `env/NAME`: a step has their means
+    Example: a plugin file. The model guesses a number within five turns.
+
+        import random
+
+        from hocket.envs import Action, Environment, Observation, Step, environment
+
+
+        @environment("guess")
+        class Guess(Environment):
+            def __init__(self, highest: int = 9) -> None:  # the option env.highest
+                self.highest = highest
+
+            async def reset(self, prompt, seed: int) -> Observation:
+                self.number = random.Random(seed).randint(0, self.highest)
+                self.turns = 5
+                return Observation(text=f"Guess, 0 to {self.highest}: ", max_tokens=4)
+
+            async def step(self, action: Action) -> Step:
+                self.turns -= 1
+                if action.text.strip() == str(self.number):
+                    return Step(done=True, reward=1.0)
+                return Step(text="No. Again: ", max_tokens=4, done=self.turns == 0)
+    """
+
+    toolbox: Toolbox | None = None  # reads the model's calls of tools
+    keeps_messages = True  # its rollouts hold their dialogue as a chat, from which sft can learn
+    thinking_tokens = 0  # tokens of thought before an answer of rollout.max_tokens
+    gives_reward = True  # the sum of the steps' rewards is the reward `env` of the rollout
+    decode: Callable[[Sequence[int]], str]  # turns token ids into text, by the run's tokenizer
+    step_timeout_s: float = 0.0  # seconds of each step that do not count towards env.timeout_s
+    metrics: Mapping[str, float] = {}  # measures of this episode; `env/NAME` is their mean
 
     def player(self, **parts: Any) -> Callable[..., Awaitable[Any]] | None:
-        """Return a function that plays whole episodes, (prompt, seat) → Rollout; None: `step` plays them turn by turn.
+        """Make a function that plays whole episodes: called with (prompt, slot), returns a Rollout.
 
-        parts: what `rollout/players.py` has for it: pool, limits, decode, budget.
+        None, the default, has `step` play them turn by turn. `parts` is what rollout/players.py
+        passes: pool, limits, decode and budget.
         """
         return None
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        """Start the episode; return what the model sees beside the prompt."""
+        """Start the episode. Returns what the model reads after the prompt, or None."""
         return None
 
     async def step(self, action: Action) -> Step:
@@ -108,11 +143,11 @@ class Environment:
         raise NotImplementedError
 
     async def truncated(self) -> float:
-        """Return the last reward of an episode that a limit cuts off."""
+        """Compute the last reward of an episode that a limit cuts off."""
         return 0.0
 
     async def close(self) -> None:
-        """Release what the episode holds; called once, however it ended."""
+        """Release what the episode holds; called once, however the episode ended."""
 
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
@@ -126,71 +161,89 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
 
 
 def environment(name: str) -> Callable[[type[E]], type[E]]:
-    """Register a subclass of Environment as `name` (decorator). Raise ConfigError for what can't play."""
+    """Register a subclass of Environment as `name` (decorator).
+
+    Raises ConfigError for anything else, and for a class that has no way to play an episode.
+    """
     register = ENVIRONMENTS.register(name)
 
-    def add(made: type[E]) -> type[E]:
-        if Environment not in getattr(made, "__mro__", ()):
+    def add(subclass: type[E]) -> type[E]:
+        if Environment not in getattr(subclass, "__mro__", ()):
             raise ConfigError(
                 f"environment {name!r} must be a class of its own: class Mine(Environment)"
             )
-        if made.step is Environment.step and not hasattr(made, "run"):  # as agents have it
+        # Agents have the method `run` in place of `step`.
+        if subclass.step is Environment.step and not hasattr(subclass, "run"):
             raise ConfigError(
                 f"environment {name!r} lacks a method: async def step(self, action) -> Step"
             )
-        return register(made)
+        return register(subclass)
 
     return add
 
 
-CLOSING = "\n</think>\n\n"
+CLOSING = "\n</think>\n\n"  # ends a thought that has used its tokens up
 
 
 def left_open(text: str) -> str:
-    """Return "<think>" if a text ends within a thought, else ""."""
+    """Get the tag "<think>" if a text ends within a thought, else ""."""
     return "<think>" if "<think>" in text.rpartition("</think>")[2] else ""
 
 
 @environment("single_turn")
 class SingleTurn(Environment):
-    """The default: one turn, whose thought is closed after `thinking_tokens`, by tokens that are not trained."""
+    """The default: an episode of one turn.
+
+    With `thinking_tokens` a longer thought is closed after that many tokens, and the model answers.
+    The tokens that close the thought are not trained.
+    """
 
     gives_reward = False
 
     def __init__(self, thinking_tokens: Annotated[int, Field(ge=0)] = 0) -> None:
         self.thinking_tokens = thinking_tokens
-        self._thinks = thinking_tokens > 0
+        self._thinks = thinking_tokens > 0  # the first part of the turn, the thought, is to come
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         self._opening = prompt.opening
-        return Observation(max_tokens=self.thinking_tokens) if self.thinking_tokens else None
+        if not self.thinking_tokens:
+            return None
+        return Observation(max_tokens=self.thinking_tokens)
 
     async def step(self, action: Action) -> Step:
         if not self._thinks or action.finish_reason != "length":
             return Step(done=True)
+        # The tokens for the thought are used up: go on with those for the answer.
         self._thinks = False
-        return Step(text=CLOSING if left_open(self._opening + action.text) else "", goes_on=True)
+        open_tag = left_open(self._opening + action.text)
+        return Step(text=CLOSING if open_tag else "", goes_on=True)
 
 
 History = Callable[[Sequence[Message], Sequence[Message]], Awaitable[Any]]
-"""(what an episode began with, messages since) → fewer or shorter ones in place of these."""
+"""Shortens a dialogue. Called with the messages that the episode began with and with those since;
+returns fewer or shorter messages in place of the latter."""
 HISTORIES: Registry[History] = Registry("history")
 history = HISTORIES.register  # decorator: @history("name")
 
 
 @history("drop_oldest")
 async def drop_oldest(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Sequence[Message]:
-    """Keep the newer half of the model's turns, with what was answered to them."""
-    turns = [place for place, message in enumerate(dialogue) if message["role"] == "assistant"]
+    """Keep the newer half of the model's turns, and the answers to them."""
+    turns = [i for i, message in enumerate(dialogue) if message["role"] == "assistant"]
     return dialogue[turns[len(turns) // 2] :]
 
 
+# Makes the constructor of an environment from its name and its options in the section env.
 bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_fields)
 
 
 def invoke(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Awaitable[Any]:
-    """Call an async function here, a plain one in a thread of its own: one that hangs holds up no other."""
+    """Call an async function in the event loop, a plain one in a thread of its own.
+
+    A plain function that hangs so holds up no other episode. Returns an awaitable of the result.
+    """
     call = functools.partial(function, *arguments, **named)
     if inspect.iscoroutinefunction(function):
-        return call()  # type: ignore[no-any-return]  # a coroutine
+        coroutine: Awaitable[Any] = call()
+        return coroutine
     return asyncio.wrap_future(in_own_thread(call))

@@ -1,4 +1,7 @@
-"""Rewards: functions and classes that score finished rollouts; each names only the arguments that it uses."""
+"""Rewards score finished rollouts.
+
+A reward is a function or a class. It names as parameters only those arguments that it uses.
+"""
 
 from hocket.rewards import builtin  # registers the rewards that need nothing more
 from hocket.rewards.base import RetryError, reward

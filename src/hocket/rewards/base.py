@@ -1,4 +1,8 @@
-"""Register rewards, and bind them to the config; arguments that no table below has are options (docs/rewards.md)."""
+"""Register rewards, and bind them to their section of the config (docs/rewards.md).
+
+A reward names the arguments that it wants. The tables below say which of them the rollouts provide;
+all other arguments are options that the user sets in the reward's section.
+"""
 
 import dataclasses
 import inspect
@@ -13,64 +17,83 @@ from hocket.errors import ConfigError
 from hocket.types import Rollout
 
 if TYPE_CHECKING:
-    from hocket.config import RewardSpec  # would take most of a worker's start
+    from hocket.config import RewardSpec  # its import would take most of a worker's start
 
 F = TypeVar("F", bound=Callable[..., Any])
-Runs = Literal[
-    "inline", "async", "worker"
-]  # in this process and thread, in the event loop, in a worker process
+
+# Where a reward is called: in this process and thread, in the event loop, or in a worker process.
+Runs = Literal["inline", "async", "worker"]
 
 
 def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
-    return tuple(
-        int(token) for one in rollout.sequences for token in compress(one.token_ids, one.mask)
-    )
+    """Collect the token ids that the model sampled in all turns of the episode."""
+    token_ids: list[int] = []
+    for sequence in rollout.sequences:
+        token_ids += map(int, compress(sequence.token_ids, sequence.mask))
+    return tuple(token_ids)
 
 
-def _decoded(rollout: Rollout) -> list[Any]:
-    from hocket.common.vision import decoded
+def _decoded_images(rollout: Rollout) -> list[Any]:
+    from hocket.common.vision import decoded  # imports Pillow: only rewards that name `images`
 
     return [decoded(image.data) for image in rollout.prompt.images]
 
 
-_OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of a group
-    "prompt": attrgetter("prompt.text"),  # of the last user message, or the plain prompt
+def _texts(rollouts: Sequence[Rollout]) -> list[str]:
+    return [rollout.text for rollout in rollouts]
+
+
+# Arguments that are equal for all rollouts of a group.
+_PROMPT_ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "prompt": attrgetter("prompt.text"),  # the text of the last user message, or the plain prompt
     "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
-    "answer": attrgetter("prompt.answer"),  # the reference, or None
+    "answer": attrgetter("prompt.answer"),  # the reference answer, or None
     "meta": attrgetter("prompt.meta"),  # the row's other columns
-    "images": _decoded,  # from Pillow
+    "images": _decoded_images,  # images of Pillow
 }
-_OF_ONE: dict[str, Callable[[Any], Any]] = {
-    "completion": attrgetter("text"),  # without the end-of-sequence token
-    "opening": lambda rollout: (
-        rollout.sequences[-1].opening
-    ),  # of a thought, before the completion: "<think>\n"
-    "token_ids": _sampled_ids,  # in the whole episode
+# Arguments that each rollout has for itself.
+_ROLLOUT_ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "completion": attrgetter("text"),  # the text without the end-of-sequence token
+    "opening": lambda rollout: rollout.sequences[-1].opening,  # "<think>\n", if the template opens
+    "token_ids": _sampled_ids,  # the ids that were sampled in the whole episode
     "finish_reason": attrgetter("finish_reason"),  # "stop", "length" or "abort"
     "rollout": lambda rollout: rollout,
 }
-_OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
-    "completions": lambda rollouts: [
-        rollout.text for rollout in rollouts
-    ],  # of those that have not failed
+# Arguments of a reward that scores a whole group in one call; rollouts that failed are not in it.
+_GROUP_ARGUMENTS: dict[str, Callable[[Sequence[Rollout]], Any]] = {
+    "completions": _texts,
     "rollouts": list,
 }
-_OF_FIRST = _OF_PROMPT | _OF_ONE
-_ELSEWHERE = {  # argument of another program's rewards → here
-    **dict.fromkeys(
-        ("response", "output", "generation", "prediction", "solution_str", "generated_text"),
-        "completion",
-    ),
-    **dict.fromkeys(("responses", "outputs", "generations"), "completions"),
-    **dict.fromkeys(("ground_truth", "label", "reference", "gold", "expected"), "answer"),
-    **dict.fromkeys(("question", "query"), "prompt"),
+_SINGLE_ARGUMENTS = _PROMPT_ARGUMENTS | _ROLLOUT_ARGUMENTS
+
+# Names that the rewards of other programs use for an argument, and its name here.
+_ELSEWHERE = {
+    "response": "completion",
+    "output": "completion",
+    "generation": "completion",
+    "prediction": "completion",
+    "solution_str": "completion",
+    "generated_text": "completion",
+    "responses": "completions",
+    "outputs": "completions",
+    "generations": "completions",
+    "ground_truth": "answer",
+    "label": "answer",
+    "reference": "answer",
+    "gold": "answer",
+    "expected": "answer",
+    "question": "prompt",
+    "query": "prompt",
     "extra_info": "meta",
 }
-_ROW = "; the row's answer is the argument answer, its other columns are in meta"
+_ROW_ADVICE = "; the row's answer is the argument answer, its other columns are in meta"
 
 
 class RetryError(Exception):
-    """Says that an async reward may be called again; `retry_after`: seconds, None: exponential back-off."""
+    """Raised by an async reward whose call may be repeated.
+
+    `retry_after` is the wait in seconds; None means exponential back-off.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -78,30 +101,34 @@ class RetryError(Exception):
 
 
 def named(rollout: Rollout) -> dict[str, Any]:
-    """Make the parameters that a reward can name of a rollout, as values of JSON; images are data URLs."""
-    told = {
-        name: of(rollout) for name, of in _OF_FIRST.items() if name not in ("rollout", "images")
-    }
-    if images := rollout.prompt.images:
+    """Map each argument that a reward can name to its value for a rollout, as JSON takes it.
+
+    Images are data URLs, and the rollout itself is left out.
+    """
+    values = {}
+    for name, read in _SINGLE_ARGUMENTS.items():
+        if name not in ("rollout", "images"):
+            values[name] = read(rollout)
+    if rollout.prompt.images:
         from hocket.common.vision import data_url
 
-        told["images"] = [data_url(image.data) for image in images]
-    return told
+        values["images"] = [data_url(image.data) for image in rollout.prompt.images]
+    return values
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A registered function or class, and what the config says of it."""
+    """A registered function or class; `bind` adds what its section of the config says."""
 
     name: str
     function: Callable[..., Any]
     runs: Runs
-    imports: tuple[str, ...]
-    own_deadline: bool
-    check: Callable[..., None] | None
+    imports: tuple[str, ...]  # packages that it needs, loaded when its worker starts
+    own_deadline: bool  # it ends a late call itself
+    check: Callable[..., None] | None  # refuses options that this machine can't run
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    asks_for: Collection[str] = ()
-    of_group: bool = False  # it scores a group in one call
+    asks_for: Collection[str] = ()  # arguments of a call that come from the rollouts
+    of_group: bool = False  # one call scores all rollouts of a group
     max_concurrent: int | None = None
     retries: int = 0
 
@@ -110,35 +137,37 @@ class Reward:
         return inspect.isclass(self.function)
 
     @property
-    def called(self) -> Callable[..., Any]:
-        """What has the signature of a call."""
-        return (
-            partial(self.function.__call__, None)
-            if inspect.isclass(self.function)
-            else self.function
-        )
+    def callee(self) -> Callable[..., Any]:
+        """The callable whose parameters are those of a call; for a class, `__call__` less self."""
+        if inspect.isclass(self.function):
+            return partial(self.function.__call__, None)
+        return self.function
 
     @property
     def needs_answer(self) -> bool:
-        """Whether it takes the row's answer, and neither its default nor its annotation says that there may be none."""
-        answer = inspect.signature(self.called).parameters.get("answer")
+        """Whether the row must have an answer: the argument has no default and is not optional."""
+        answer = inspect.signature(self.callee).parameters.get("answer")
         if answer is None or answer.default is not answer.empty:
             return False
-        return not any(word in str(answer.annotation) for word in ("None", "Optional"))
+        annotation = str(answer.annotation)
+        return "None" not in annotation and "Optional" not in annotation
 
-    def made(self) -> Callable[..., Any]:
-        """Return the function with its options, or a new instance."""
-        return (
-            self.function(**self.options)
-            if self.is_class
-            else partial(self.function, **self.options)
-        )
+    def make(self) -> Callable[..., Any]:
+        """Bind the options to the function, or make an instance of the class with them."""
+        if self.is_class:
+            instance: Callable[..., Any] = self.function(**self.options)
+            return instance
+        return partial(self.function, **self.options)
 
     def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        return {
-            name: _OF_GROUP[name](rollouts) if name in _OF_GROUP else _OF_FIRST[name](rollouts[0])
-            for name in self.asks_for
-        }
+        """Read the arguments of one call: from the group, or from its first rollout."""
+        values = {}
+        for name in self.asks_for:
+            if name in _GROUP_ARGUMENTS:
+                values[name] = _GROUP_ARGUMENTS[name](rollouts)
+            else:
+                values[name] = _SINGLE_ARGUMENTS[name](rollouts[0])
+        return values
 
 
 REWARDS: Registry[Reward] = Registry(
@@ -162,16 +191,26 @@ def reward(
 ) -> Callable[[F], F]:
     """Register a function, or a class with `__call__`, as the reward `name` (decorator).
 
-    `inline`: call it in this process, without a deadline; `imports`: packages that a worker loads first;
-    `own_deadline`: an async one sees to its deadline itself; `check`: refuses options that this machine can't run.
-    RewardError of an async one ends the run.
-    """
+    Example: a plugin file whose reward has the option `letter`.
 
+        from hocket.rewards import reward
+
+
+        @reward("letter_share")
+        def letter_share(completion: str, letter: str = "e") -> float:
+            return completion.count(letter) / max(len(completion), 1)
+
+    An async function is called in the event loop, any other one in a worker process, unless
+    `inline` has it called in this process and thread, without a deadline. `imports` names packages
+    that a worker loads first. With `own_deadline` an async reward ends its late calls itself.
+    `check` gets the options and refuses those that this machine can't run. An async reward that
+    raises RewardError ends the run.
+    """
     register = REWARDS.register(name)
 
     def add(function: F) -> F:
         runs: Runs = "inline" if inline else "worker"
-        made = Reward(
+        registered = Reward(
             name=name,
             function=function,
             runs=runs,
@@ -179,75 +218,100 @@ def reward(
             own_deadline=own_deadline,
             check=check,
         )
-        if inspect.iscoroutinefunction(made.called):
-            made = dataclasses.replace(made, runs="async")
-        register(made)
+        if inspect.iscoroutinefunction(registered.callee):
+            registered = dataclasses.replace(registered, runs="async")
+        register(registered)
         return function
 
     return add
 
 
 def bind(name: str, spec: "RewardSpec") -> Reward:
-    """Return the reward `name` as its section says. Raise ConfigError for an unknown name, package or option.
+    """Bind the reward `name` to its section of the config.
 
-    An async one that takes the key `retries` makes its calls again itself.
+    An async reward whose function has the parameter `retries` gets that key as an option, and
+    repeats its calls itself. Raises ConfigError for an unknown name, package or option.
     """
-    found = REWARDS.get(name, "rewards.functions or eval.reward: ")
-    called = f"reward {name}"
+    registered = REWARDS.get(name, "rewards.functions or eval.reward: ")
+    title = f"reward {name}"
     section = f"rewards.functions.{name}"
-    for package in found.imports:
-        need(called, package)
-    of_async = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
-    if of_async and found.runs != "async":
-        raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")
-    asks_for = inspect.signature(found.called).parameters.keys()
-    of_group = not asks_for.isdisjoint(_OF_GROUP)
-    if "prompts" in asks_for or (of_group and not asks_for.isdisjoint(_OF_ONE)):
-        advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
-        groups = (
-            "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
-        )
-        raise ConfigError(
-            f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}"
-        )
-    known = _OF_PROMPT.keys() | (_OF_GROUP if of_group else _OF_ONE)
-    fields = set(type(spec).model_fields)
-    options = spec.model_dump(exclude=fields)
-    reserved = fields & inspect.signature(found.function).parameters.keys()
-    more: dict[str, Any] = {"max_concurrent": spec.max_concurrent, "retries": spec.retries}
-    if found.runs == "async" and "retries" in reserved:
+    for package in registered.imports:
+        need(title, package)
+    concurrency = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
+    if concurrency and registered.runs != "async":
+        keys = " and ".join(concurrency)
+        raise ConfigError(f"reward {name!r} is not async: leave its {keys} out")
+
+    # The parameters say whether it scores a group or a single rollout.
+    parameters = inspect.signature(registered.callee).parameters.keys()
+    of_group = not parameters.isdisjoint(_GROUP_ARGUMENTS)
+    _refuse_batch(title, parameters, of_group=of_group)
+    own_arguments = _GROUP_ARGUMENTS if of_group else _ROLLOUT_ARGUMENTS
+    provided = _PROMPT_ARGUMENTS.keys() | own_arguments.keys()
+
+    # The section has keys that every reward has, and options for the function.
+    common_keys = set(type(spec).model_fields)
+    options = spec.model_dump(exclude=common_keys)
+    limits: dict[str, Any] = {"max_concurrent": spec.max_concurrent, "retries": spec.retries}
+    reserved = common_keys & inspect.signature(registered.function).parameters.keys()
+    if registered.runs == "async" and "retries" in reserved:
         reserved.remove("retries")
-        options["retries"] = more.pop("retries")
+        options["retries"] = limits.pop("retries")
     if reserved:
         raise ConfigError(
-            f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument"
+            f"{title}: {min(reserved)!r} is a key of every reward's section; rename the argument"
         )
-    if found.is_class:
-        options = options_of(called, found.function, options, section=section)
-        options_of(
-            called, found.called, {}, section=section, keys=known, elsewhere=_ELSEWHERE
-        )  # a call gets none
-    else:
-        if taken := known & options.keys():
-            raise ConfigError(
-                f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option"
-            )
-        options = options_of(
-            called,
-            found.called,
-            options,
-            section=section,
-            keys=known,
-            row=_ROW,
-            elsewhere=_ELSEWHERE,
-        )
+    options = _read_options(registered, options, title, section, provided)
+
     bound = dataclasses.replace(
-        found, options=options, asks_for=asks_for & known, of_group=of_group, **more
+        registered, options=options, asks_for=parameters & provided, of_group=of_group, **limits
     )
-    if found.check is not None:
-        found.check(**options)
-    if (
-        found.is_class and found.runs != "worker"
-    ):  # set up where it is used; those of workers may be large
-        try_out(bound.made, called, section)
+    if registered.check is not None:
+        registered.check(**options)
+    # Classes of workers are set up there alone: they may be large.
+    if registered.is_class and registered.runs != "worker":
+        try_out(bound.make, title, section)
     return bound
+
+
+def _refuse_batch(title: str, parameters: Collection[str], *, of_group: bool) -> None:
+    """Raise ConfigError for a reward with the parameters of a batch, as other programs have it."""
+    names = set(parameters)
+    is_mixed = of_group and not names.isdisjoint(_ROLLOUT_ARGUMENTS)
+    if "prompts" in names or is_mixed:
+        raise ConfigError(
+            f"{title} takes a batch, but here it scores one rollout: name its arguments prompt and "
+            "completion, return one number; meta has the row's other columns; of a group, name "
+            "prompt, answer, meta and completions or rollouts, and return a list"
+        )
+
+
+def _read_options(
+    registered: Reward,
+    options: Mapping[str, Any],
+    title: str,
+    section: str,
+    provided: Collection[str],
+) -> dict[str, Any]:
+    """Check the options of a section against the parameters of the function or class."""
+    if registered.is_class:
+        checked = options_of(title, registered.function, options, section=section)
+        # Options are those of the class; a call may want nothing but what rollouts provide.
+        options_of(
+            title, registered.callee, {}, section=section, keys=provided, elsewhere=_ELSEWHERE
+        )
+        return checked
+    taken = set(provided) & options.keys()
+    if taken:
+        raise ConfigError(
+            f"{title}: {min(taken)!r} comes from the rollout and can't be set as an option"
+        )
+    return options_of(
+        title,
+        registered.callee,
+        options,
+        section=section,
+        keys=provided,
+        row=_ROW_ADVICE,
+        elsewhere=_ELSEWHERE,
+    )

@@ -18,31 +18,38 @@ from hocket.types import Score
 
 T = TypeVar("T")
 
-START_TIMEOUT_S = 120.0  # of a worker process, and of the set-up of an async class
-BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry, at most before any
-_JITTER = random.Random()  # leaves the run's random numbers alone
+START_TIMEOUT_S = 120.0  # for a worker process to start, and for an async class to be set up
+BACK_OFF_S = 1.0  # wait before the first retry
+MAX_BACK_OFF_S = 300.0  # longest wait before any retry
+_JITTER = random.Random()  # its own generator: the run's random numbers stay as they are
+
+# Tasks that hold the instances of async classes. asyncio itself refers to a task only weakly: a
+# task whose scorer was dropped would be destroyed before it has torn its instance down.
+_HOLDING = set[asyncio.Task[None]]()
 
 
 class Call(NamedTuple):
+    """One call of a reward."""
+
     reward: Reward
     arguments: Mapping[str, Any]
-    size: int  # scores that it gives
+    size: int  # number of scores that the call gives
     timeout_s: float
-    seconds: deque[float]  # of the reward's last calls
+    seconds: deque[float]  # durations of the reward's last calls; this call's is appended
 
 
 class Runner:
-    """Calls rewards in one place."""
+    """Calls rewards in one place: a thread, an event loop, or worker processes."""
 
     async def set_up(self) -> None:
-        """Wait until calls can be made. Raise NoScoreError where none can."""
+        """Wait until calls can be made. Raises NoScoreError where none can."""
 
     async def call(self, call: Call) -> list[Score]:
-        """Return the scores of a call, or raise its error."""
+        """Make a call. Returns its scores, or raises its error."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave nothing behind; may be called from any thread."""
+        """Release what the rewards hold; may be called from any thread."""
 
 
 class Inline(Runner):
@@ -50,7 +57,7 @@ class Inline(Runner):
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._functions = dict[str, Callable[..., Any]]()
+        self._functions = dict[str, Callable[..., Any]]()  # by the reward's name
 
     async def call(self, call: Call) -> list[Score]:
         with clocked(call.seconds):
@@ -58,11 +65,12 @@ class Inline(Runner):
         return as_scores(returned, call.size, call.reward.of_group)
 
     def now(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
+        """Call a reward at once, and return its result as it is."""
         if reward.name not in self._functions:
-            made: Any = reward.made()
-            if hasattr(made, "__enter__"):
-                made = self._stack.enter_context(made)
-            self._functions[reward.name] = made
+            function: Any = reward.make()
+            if hasattr(function, "__enter__"):
+                function = self._stack.enter_context(function)
+            self._functions[reward.name] = function
         return self._functions[reward.name](**arguments)
 
     def close(self) -> None:
@@ -70,33 +78,45 @@ class Inline(Runner):
 
 
 class InLoop(Runner):
-    """Calls an async reward in one event loop; the instance of a class lives until that ends."""
+    """Calls an async reward in one event loop; the instance of a class lives as long as the loop.
+
+    `seconds` gets the deque with the durations of the reward's calls under its name.
+    """
 
     def __init__(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
         self._start_timeout_s = None if reward.own_deadline else START_TIMEOUT_S
         self._slots = asyncio.Semaphore(reward.max_concurrent or sys.maxsize)
-        self._made: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # The function, or the instance of the class; an exception if that can't be set up.
+        self._function: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._seconds = clock()
-        self._held = asyncio.create_task(self._hold(reward, seconds))
+        holding = asyncio.create_task(self._hold(reward, seconds))
+        _HOLDING.add(holding)
+        holding.add_done_callback(_HOLDING.discard)
 
     async def set_up(self) -> None:
+        """Wait until the reward is set up. Raises NoScoreError if that fails, or takes too long."""
         timeout_s = self._start_timeout_s
-        if not self._made.done():
-            await asyncio.wait({self._made}, timeout=timeout_s)
-        if not self._made.done():
+        if not self._function.done():
+            await asyncio.wait({self._function}, timeout=timeout_s)
+        if not self._function.done():
             raise NoScoreError(
                 f"can't be set up: its __aenter__ has not ended within {timeout_s:g} s; "
                 "look whether what it waits for is up, or leave the reward out"
             )
-        self._made.result()
+        self._function.result()
 
     async def call(self, call: Call) -> list[Score]:
-        async with self._slots:  # while it waits to be made again, too
+        # A call keeps its slot while it waits for a retry: a busy service is spared meanwhile.
+        async with self._slots:
             returned = await retried(partial(self._in_time, call), call.reward.retries)
         return as_scores(returned, call.size, call.reward.of_group)
 
     async def _in_time(self, call: Call) -> Any:
-        """Return its result. Cancel a call that is late or not wanted; don't wait for its end."""
+        """Await the result until the deadline.
+
+        A call that is late, or whose caller was cancelled, is cancelled. Nobody waits for its end:
+        it may ignore that.
+        """
         timeout_s = math.inf if call.reward.own_deadline else call.timeout_s
         task = asyncio.create_task(self._result(call))
         try:
@@ -114,29 +134,36 @@ class InLoop(Runner):
         await self.set_up()
         try:
             with clocked(self._seconds):
-                return await self._made.result()(**call.arguments)
+                return await self._function.result()(**call.arguments)
         except SystemExit as error:  # in a task it would end the event loop
             raise NoScoreError(failure(error).error) from error
 
     async def _hold(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
-        """Set it up, and tear it down in the same task when the event loop ends."""
+        """Set the reward up, and tear it down in the same task when the event loop ends.
+
+        One task for both, as some context managers (anyio's) can't be left in another one.
+        """
         async with AsyncExitStack() as stack:
             try:
-                made: Any = reward.made()
-                if hasattr(made, "__aenter__"):
-                    await stack.enter_async_context(made)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
+                function: Any = reward.make()
+                if hasattr(function, "__aenter__"):
+                    await stack.enter_async_context(function)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - every call raises it
                 problem = NoScoreError(f"can't be set up: {type(error).__name__}: {error}")
-                self._made.set_exception(problem)
+                self._function.set_exception(problem)
                 return
-            # A class may keep its own, without the time that its calls wait for each other.
-            seconds[reward.name] = getattr(made, "call_seconds", self._seconds)
-            self._made.set_result(made)
-            await asyncio.Event().wait()
+            # A class may measure its calls itself, without the time that they wait for each other.
+            seconds[reward.name] = getattr(function, "call_seconds", self._seconds)
+            self._function.set_result(function)
+            await asyncio.Event().wait()  # until the end of the event loop cancels this task
 
 
 async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
-    """Return a call's result; repeat a call that raises RetryError after a while."""
+    """Make a call, and repeat it up to `retries` times while it raises RetryError.
+
+    The wait is the error's `retry_after`, or doubles from retry to retry. An error that wants a
+    longer wait than MAX_BACK_OFF_S is raised at once.
+    """
     for attempt in range(retries):
         try:
             return await call()
@@ -151,13 +178,15 @@ async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
 
 
 def clock() -> deque[float]:
-    return deque(maxlen=1000)  # of the seconds of the last calls
+    """Make a store for the durations of the last thousand calls."""
+    return deque(maxlen=1000)
 
 
 @contextmanager
 def clocked(seconds: deque[float]) -> Iterator[None]:
-    begun = time.perf_counter()
+    """Append the duration of the body."""
+    start = time.perf_counter()
     try:
         yield
     finally:
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)

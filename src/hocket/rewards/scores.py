@@ -1,4 +1,4 @@
-"""Read what rewards return, and make scores of it: an error is never a number."""
+"""Make scores from what rewards return. An error is never a number."""
 
 import itertools
 import math
@@ -12,16 +12,17 @@ from hocket.common.redaction import redacted
 from hocket.types import Score
 
 if TYPE_CHECKING:
-    from hocket.config import RewardSpec  # would take most of a worker's start
+    from hocket.config import RewardSpec  # its import would take most of a worker's start
 
 MAX_TEXT = 2000  # characters of an error, a note or a part's name
-MAX_PARTS = 1000  # of a rollout: each becomes a metric
-LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
+MAX_PARTS = 1000  # parts of a rollout's score: each becomes a metric
+# The largest reward. The loss, a float32, overflows at 3e38, and means of float64 at 1e308.
+LARGEST = 1e30
 _EPS = 1e-6
 
 
 class NoScoreError(Exception):
-    """Says why a call gives no score, where its place in the code does not matter."""
+    """Explains why a call gives no score, where the line that raised it does not matter."""
 
 
 class LateError(NoScoreError):
@@ -29,7 +30,10 @@ class LateError(NoScoreError):
 
 
 def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
-    """Return the score of one rollout, or those of a group."""
+    """Read what a call returned: one result, or `size` of them if it scored a group.
+
+    Raises NoScoreError for a group whose results are no list of this size.
+    """
     if not of_group:
         return [as_score(returned)]
     if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__len__"):
@@ -38,11 +42,14 @@ def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
         )
     if len(returned) != size:
         raise NoScoreError(f"returned {len(returned)} results for {size} completions")
-    return [as_score(one) for one in returned]
+    return [as_score(result) for result in returned]
 
 
 def as_score(returned: Any) -> Score:
-    """Return the score: an error where the number is not finite."""
+    """Read one result: a number, a mapping of parts (their sum is the total), or a Score.
+
+    The score has an error where the result is something else, or not finite.
+    """
     try:
         total: Any = returned
         parts: Mapping[str, Any] = {}
@@ -54,19 +61,21 @@ def as_score(returned: Any) -> Score:
         elif isinstance(returned, Mapping):
             if not returned:
                 raise NoScoreError("returned no parts")
-            total, parts = math.fsum(map(_number, returned.values())), returned
+            total = math.fsum(_number(value) for value in returned.values())
+            parts = returned
         parts = {_plain(name): _number(value) for name, value in parts.items()}
         return Score(total=_number(total), parts=parts, note=_plain(note))
-    except Exception as error:  # noqa: BLE001 - others of its group have their scores
+    except Exception as error:  # noqa: BLE001 - the other rollouts of the group have scores
         return failure(error)
 
 
 def no_score(error: object, note: object = "") -> Score:
+    """Make a score with an error: its total is NaN."""
     return Score(total=math.nan, error=_plain(error), note=_plain(note))
 
 
 def failure(error: BaseException) -> Score:
-    """Return the score of a call that raised; the error names the line."""
+    """Make the score of a call that raised; its error names the line of code."""
     if isinstance(error, NoScoreError):
         return no_score(str(error))
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
@@ -77,62 +86,72 @@ def failure(error: BaseException) -> Score:
 def compose(
     specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Score]]
 ) -> list[Score]:
-    """Return the scores of a group: each total is the sum of weight · value.
+    """Combine the rewards of a group: each rollout's total is the sum of weight · value.
 
-    A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
-    of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
+    `results` has the scores of each reward, one per rollout. A value is first clipped. Then, with
+    `normalize`, it becomes (value − mean) / (deviation + 1e-6), with the mean and the unbiased
+    deviation of the group's values. In a rollout where the value of a gate is not above 0, the
+    other rewards can only lower the total.
     """
-    rows = [dict(zip(results, row, strict=True)) for row in zip(*results.values(), strict=True)]
-    is_open = [
-        all(row[name].total > 0 for name, spec in specs.items() if spec.gate) for row in rows
-    ]  # NaN is not
+    # Turn the table: from one list per reward to one mapping per rollout.
+    table = zip(*results.values(), strict=True)
+    rows = [dict(zip(results, scores, strict=True)) for scores in table]
     totals = [0.0] * len(rows)
+    is_open = [True] * len(rows)
+    for name, spec in specs.items():
+        if spec.gate:
+            for i, score in enumerate(results[name]):
+                is_open[i] = is_open[i] and score.total > 0  # NaN, an error, closes the gate
     for name, spec in specs.items():
         for i, value in _adjusted(results[name], spec).items():
             term = spec.weight * value
-            totals[i] += term if spec.gate or is_open[i] else min(term, 0.0)
-    return list(map(_whole, rows, totals))
+            if not spec.gate and not is_open[i]:
+                term = min(term, 0.0)
+            totals[i] += term
+    return [_combined(row, total) for row, total in zip(rows, totals, strict=True)]
 
 
 def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float]:
-    """Return a reward's values, by rollout, as they count in the totals."""
+    """Clip and normalise a reward's values. Returns them by rollout, without those that failed."""
     low, high = spec.clip or (-math.inf, math.inf)
-    values = {
-        i: min(max(score.total, low), high) for i, score in enumerate(scores) if score.error is None
-    }
+    values = {}
+    for i, score in enumerate(scores):
+        if score.error is None:
+            values[i] = min(max(score.total, low), high)
     if not spec.normalize:
         return values
-    values = {
-        i: value for i, value in values.items() if abs(value) <= LARGEST
-    }  # others are errors, in `_whole`
+    # Values beyond ±LARGEST would spoil the group's mean; `_combined` makes them errors.
+    values = {i: value for i, value in values.items() if abs(value) <= LARGEST}
     mean = sum(values.values()) / max(len(values), 1)
     squares = sum((value - mean) * (value - mean) for value in values.values())
     deviation = math.sqrt(squares / max(len(values) - 1, 1))
     return {i: (value - mean) / (deviation + _EPS) for i, value in values.items()}
 
 
-def _whole(results: Mapping[str, Score], total: float) -> Score:
-    """Return a rollout's score: its parts are what the rewards gave, its note what they said."""
+def _combined(results: Mapping[str, Score], total: float) -> Score:
+    """Make a rollout's score. Its parts and its note are those of its rewards, by their names."""
     parts = dict[str, float]()
-    errors = [
-        f"{name}: {result.error}" for name, result in results.items() if result.error is not None
-    ]
-    note = _plain(
-        "\n".join(f"{name}: {result.note}" for name, result in results.items() if result.note)
-    )
+    errors = []
+    notes = []
     for name, result in results.items():
-        if result.error is None:
-            parts |= {
-                name: result.total,
-                **{f"{name}/{part}": value for part, value in result.parts.items()},
-            }
+        if result.note:
+            notes.append(f"{name}: {result.note}")
+        if result.error is not None:
+            errors.append(f"{name}: {result.error}")
+            continue
+        parts[name] = result.total
+        for part, value in result.parts.items():
+            parts[f"{name}/{part}"] = value
+    note = _plain("\n".join(notes))
     if len(parts) > MAX_PARTS:
         return no_score(
             f"its rewards have {len(parts):,} parts, more than {MAX_PARTS:,}: name fewer"
         )
     if errors:
         return Score(total=math.nan, parts=parts, error=_plain("; ".join(errors)), note=note)
-    if max(map(abs, (total, *parts.values()))) <= LARGEST:
+    magnitudes = [abs(total)]
+    magnitudes += map(abs, parts.values())
+    if max(magnitudes) <= LARGEST:
         return Score(total=total, parts=parts, note=note)
     return no_score(
         f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}"
@@ -140,10 +159,10 @@ def _whole(results: Mapping[str, Score], total: float) -> Score:
 
 
 def _plain(value: object) -> str:
-    """Return its text as files and the console take it: not too much, no half surrogate pair."""
+    """Write a value as text for files and the console: redacted, short, without half surrogates."""
     try:
         return redacted(str(value))[:MAX_TEXT].encode("utf-8", "replace").decode()
-    except Exception:  # noqa: BLE001 - code of others, too
+    except Exception:  # noqa: BLE001 - __str__ may be a user's code
         return f"a {type(value).__name__} without a text"
 
 
@@ -156,26 +175,33 @@ def _number(value: Any) -> float:
 
 
 def _kind(value: Any) -> str:
+    """Name the type of a result in an error."""
+    if value is None:
+        return "None"
     advice = " (return its .item())" if hasattr(value, "item") else ""
-    return "None" if value is None else f"{type(value).__name__}{advice}"
+    return f"{type(value).__name__}{advice}"
 
 
 def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:
-    """Say how alike two rewards rank rollouts: Spearman's correlation, and the share of pairs in the same order.
+    """Describe how far two rewards agree on the order of rollouts.
 
-    Pairs are those of a group that the second reward orders; one that is equal by the first counts half.
+    Each rollout has the scores of both rewards. The first figure is Spearman's correlation over all
+    rollouts. The second is the share of pairs in the same order: a pair is two rollouts of a group
+    whose second scores differ, and counts half where its first scores are equal.
     """
-    known = [
-        [(a.total, b.total) for a, b in group if math.isfinite(a.total + b.total)]
-        for group in groups
-    ]
-    pairs = itertools.chain(*(itertools.combinations(group, 2) for group in known))
-    alike = [((a - c) * (b - d) > 0) + (a == c) / 2 for (a, b), (c, d) in pairs if b != d]
-    if not alike:
+    totals = []  # of all rollouts with two scores
+    pair_values = []  # 1: same order, 1/2: equal first scores, 0: other order
+    for group in groups:
+        group_totals = [(x.total, y.total) for x, y in group if math.isfinite(x.total + y.total)]
+        totals += group_totals
+        for (x1, y1), (x2, y2) in itertools.combinations(group_totals, 2):
+            if y1 != y2:
+                pair_values.append(((x1 - x2) * (y1 - y2) > 0) + (x1 == x2) / 2)
+    if not pair_values:
         return "no two rollouts of a group differ"
-    import pandas as pd  # would take most of a worker's start
+    import pandas as pd  # its import would take most of a worker's start
 
-    overall = (
-        pd.DataFrame(itertools.chain(*known)).corr("spearman").iloc[0, 1]
-    )  # NaN where all are equal
-    return f"rank correlation {overall:.3f}; {statistics.fmean(alike):.1%} of {len(alike)} pairs in the same order"
+    overall = pd.DataFrame(totals).corr("spearman").iloc[0, 1]  # NaN where all are equal
+    share = statistics.fmean(pair_values)
+    num_pairs = len(pair_values)
+    return f"rank correlation {overall:.3f}; {share:.1%} of {num_pairs} pairs in the same order"

@@ -32,33 +32,45 @@ from hocket.rewards.scores import LateError, NoScoreError, as_score, as_scores, 
 from hocket.types import Score
 
 NUM_WORKERS = min(4, os.cpu_count() or 1)
-KILL_TIMEOUT_S = 30.0
-TEAR_DOWN_S = 5.0
-MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
-MAX_ANSWER = 1 << 16  # bytes per score
-MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all workers may print, bytes of one line
+KILL_TIMEOUT_S = 30.0  # seconds for a worker and its descendants to end, once they are killed
+TEAR_DOWN_S = 5.0  # seconds for a worker's classes to leave their contexts
+# Limits of one worker and all processes that it starts.
+MAX_PROCESSES, MAX_MIB = 256, 8192
+MAX_ANSWER = 1 << 16  # bytes of an answer, for each of its scores
+MAX_LINES = 1000  # number of lines that all workers together may print
+MAX_LINE = 1 << 12  # bytes of a printed line
 
 
 class Workers(Runner):
-    """Calls rewards in processes; each has a thread that asks it, and is replaced if it ends."""
+    """Calls rewards in NUM_WORKERS processes, each of which calls one at a time.
+
+    A process belongs to a thread, which sends it requests, and replaces it when it has ended.
+    """
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
-        modules = dict[str, None]()  # a set in order
+        # What each worker imports at its start; a dict serves as a set that keeps the order.
+        modules = dict[str, None]()
         for reward in rewards:
             modules |= dict.fromkeys(reward.imports)
             modules[_module_of(reward)] = None
-        self._loading = pickle.dumps((partial(_load, list(modules)), 1, False))
-        self._tear_down_s = TEAR_DOWN_S if any(reward.is_class for reward in rewards) else 0.0
-        self._printed = itertools.count(1)  # lines, of all workers
+        self._load_request = pickle.dumps((partial(_load, list(modules)), 1, False))
+        has_class = any(reward.is_class for reward in rewards)
+        self._tear_down_s = TEAR_DOWN_S if has_class else 0.0
+        self._line_numbers = itertools.count(1)  # numbers the printed lines of all workers
         self._unusable = ""  # why no worker can be started any more
         # Never shut down: the kernel ends a worker with the thread that started it.
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
         self._by_thread = dict[int, Worker]()
-        for _ in range(NUM_WORKERS if rewards else 0):
-            self._threads.submit(self._worker)
+        # Have all workers load their modules now, before the first call waits for it.
+        if rewards:
+            for _ in range(NUM_WORKERS):
+                self._threads.submit(self._worker)
 
     async def call(self, call: Call) -> list[Score]:
-        """Return its scores; a cancelled call goes on in its worker, up to the deadline."""
+        """Make a call in the next free worker. Returns its scores.
+
+        A cancelled call goes on in its worker until it ends, or is late.
+        """
         function = partial(_call, call.reward.name, call.reward.options, call.arguments)
         request = pickle.dumps((function, call.size, call.reward.of_group))
         return await get_running_loop().run_in_executor(self._threads, self._ask, call, request)
@@ -74,56 +86,68 @@ class Workers(Runner):
             return worker.ask(request, call.timeout_s, call.size)
 
     def _worker(self) -> "Worker":
-        """Return this thread's worker, which it may start. Raise NoScoreError where it can't."""
+        """Get the worker of this thread; start one if there is none, or if it has ended.
+
+        Raises NoScoreError where none can be started, or they were closed.
+        """
         if self._unusable:
             raise NoScoreError(self._unusable)
         thread = threading.get_ident()
         worker = self._by_thread.get(thread)
         if worker is not None and worker.is_alive():
             return worker
-        worker = self._by_thread[thread] = Worker(self._printed)
+        worker = self._by_thread[thread] = Worker(self._line_numbers)
         try:
-            (loaded,) = worker.ask(self._loading, START_TIMEOUT_S, 1)
+            (loaded,) = worker.ask(self._load_request, START_TIMEOUT_S, 1)
             problem = loaded.error
         except NoScoreError as error:
             problem = str(error)
-        if problem and not self._unusable:  # nor can the next worker load it
+        if problem and not self._unusable:  # the next worker could not load it either
             self._unusable = f"its worker process can't load it: {problem}"
-        if self._unusable:
-            worker.kill()  # the rewards may have been closed while it started
+        if self._unusable:  # for this problem, or as the rewards were closed meanwhile
+            worker.kill()
             raise NoScoreError(self._unusable)
         return worker
 
 
 class Worker:
-    """A process that calls rewards, one at a time."""
+    """A process that calls rewards, one call at a time.
 
-    def __init__(self, printed: Iterator[int]) -> None:
+    `line_numbers` numbers the lines that it prints, together with those of other workers.
+    """
+
+    def __init__(self, line_numbers: Iterator[int]) -> None:
         requests, self._requests = Pipe(duplex=False)
         self._answers, answers = Pipe(duplex=False)
+        variables = without_secrets()
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        # Close this process's copies of the worker's ends: while they are open, the pipes would
+        # not show that the worker has ended.
         with requests, answers:
-            ends = requests.fileno(), answers.fileno()
-            program = f"from hocket.rewards.workers import work; work{ends}"
+            worker_ends = requests.fileno(), answers.fileno()
+            program = f"from hocket.rewards.workers import work; work{worker_ends}"
             # Not a multiprocessing.Process: it would have this process's environment, and would
             # import a user's script once more.
             self._process = subprocess.Popen(
                 kill_with_parent([sys.executable, "-c", program], MAX_PROCESSES, MAX_MIB),
-                pass_fds=ends,
-                env=without_secrets() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=worker_ends,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is for its owner
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends its workers
             )
-        threading.Thread(target=_show, args=(self._process.stdout, printed), daemon=True).start()
+        output = self._process.stdout
+        threading.Thread(target=_show, args=(output, line_numbers), daemon=True).start()
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def ask(self, request: bytes, timeout_s: float, size: int) -> list[Score]:
-        """Return `size` scores. Kill a worker that gives none, and raise NoScoreError.
+        """Send a request, and wait for its `size` scores.
 
-        That is LateError for an answer that is late.
+        Kills a worker that gives no such answer, and raises NoScoreError; LateError if it took
+        longer than `timeout_s`.
         """
         is_late = False
 
@@ -133,9 +157,9 @@ class Worker:
             self.kill()
 
         # Not `poll(timeout_s)`: a worker may hang while it reads a request or writes an answer.
-        killing = threading.Timer(timeout_s, kill_late)
-        killing.daemon = True
-        killing.start()
+        timer = threading.Timer(timeout_s, kill_late)
+        timer.daemon = True
+        timer.start()
         problem = "answered with something else than a result"
         try:
             self._requests.send_bytes(request)
@@ -143,19 +167,20 @@ class Worker:
             scores = [as_score(Score(**fields)) for fields in answer]
             if len(scores) == size:
                 return scores
-        except (EOFError, BrokenPipeError):
+        except (EOFError, BrokenPipeError):  # the worker has ended
             problem = ""
         except Exception:  # noqa: BLE001, S110 - no answer may end the run
             pass
         finally:
-            killing.cancel()
-        problem = problem or self._ending()
+            timer.cancel()
+        if not problem:
+            problem = self._describe_end()
         self.kill()
         if is_late:
             raise LateError(f"no result within {timeout_s:g} s; its worker process was ended")
         raise NoScoreError(f"its worker process {problem}")
 
-    def _ending(self) -> str:
+    def _describe_end(self) -> str:
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -165,10 +190,13 @@ class Worker:
         return f"ended with exit code {code}"
 
     def kill(self, tear_down_s: float = 0.0) -> None:
-        """Kill it and all that it has started; its rewards may tear down before."""
+        """Kill the worker and all processes that it has started.
+
+        Before that its rewards have `tear_down_s` to release what they hold.
+        """
         if tear_down_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._requests.close()
+                self._requests.close()  # a worker that is idle ends, and leaves its contexts
                 self._process.wait(tear_down_s)
         self._process.terminate()
         self._process.send_signal(signal.SIGCONT)  # a reward may have stopped it
@@ -178,23 +206,33 @@ class Worker:
             self._process.kill()
 
 
-def _show(output: IO[bytes], printed: Iterator[int]) -> None:
-    """Show the lines that a worker prints, up to MAX_LINES of all workers."""
+def _show(output: IO[bytes], line_numbers: Iterator[int]) -> None:
+    """Copy a worker's output to the console, up to line MAX_LINES of all workers.
+
+    Further lines are read, or the worker would wait until its pipe has room.
+    """
     with output:
-        while line := output.readline(MAX_LINE):
-            number = next(printed)
+        while True:
+            line = output.readline(MAX_LINE)
+            if not line:
+                return
+            number = next(line_numbers)
             if number > MAX_LINES:
                 line = b"rewards have printed more: it is not shown\n"
             if number <= MAX_LINES + 1:
-                with contextlib.suppress(OSError):  # the console is closed
+                with contextlib.suppress(OSError):  # the console may be closed
                     os.write(2, line)
 
 
-_IN_WORKER = Inline()  # a worker's own rewards
+# Below is what runs in a worker process.
+_IN_WORKER = Inline()
 
 
 def work(requests_fd: int, answers_fd: int) -> None:
-    """Answer requests until their pipe is closed: the program of a worker process."""
+    """Answer requests until their pipe is closed: the program of a worker process.
+
+    A request is the pickle of (function, size, of_group), an answer the JSON list of its scores.
+    """
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     requests = Connection(requests_fd, writable=False)
     answers = Connection(answers_fd, readable=False)
@@ -206,16 +244,19 @@ def work(requests_fd: int, answers_fd: int) -> None:
                 scores = as_scores(function(), size, of_group)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the rollout's error
                 scores = [failure(error)] * size
-            if os.getpid() != pid:  # a reward has forked, and returned in both
+            if os.getpid() != pid:  # a reward has forked, and returned in both processes
                 os._exit(0)
-            answers.send_bytes(json.dumps(list(map(dataclasses.asdict, scores))).encode())
+            answer = json.dumps([dataclasses.asdict(score) for score in scores])
+            answers.send_bytes(answer.encode())
 
 
 def _call(name: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a reward: a worker finds the function by its name, and binds the options itself."""
     return _IN_WORKER.now(dataclasses.replace(REWARDS.get(name), options=options), arguments)
 
 
 def _load(modules: Sequence[str]) -> float:
+    """Import modules and plugin files; the result is a score like any other."""
     for module in modules:
         if module.endswith(".py"):
             load_plugins([module])
@@ -225,6 +266,10 @@ def _load(modules: Sequence[str]) -> float:
 
 
 def _module_of(reward: Reward) -> str:
+    """Find what a worker must import to have a reward: a module, or a plugin's file.
+
+    Raises ConfigError for a function that no import reaches.
+    """
     module = reward.function.__module__
     name = reward.function.__qualname__
     if module == "__main__" or "<locals>" in name:
