@@ -1,7 +1,8 @@
 """GRPO on one page: eight numbered lines from prompts to new weights on the servers.
 
-Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Each numbered line names the file to read
-next. If a server dies, pool.py generates its work on the others, and `wait_up` brings it back between two steps.
+Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Each numbered line
+names the file to read next. If a server dies, client/pool.py gives its work to the others, and
+`wait_up` brings it back between two steps.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from hocket.run_part import RunPart
 from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group, Metrics, Rollout
+from hocket.types import Group, Metrics, Rollout, TokenSequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,8 @@ class Run:
     stream: PromptStream  # draws prompts, and records the outcome of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
-    shape: Callable[
-        [Group], ScoredGroup
-    ]  # a group's rewards for training; `reason`: why it has no signal, or None
+    # Prepares a group's rewards for training; `reason` says why it has no signal, else None.
+    shape: Callable[[Group], ScoredGroup]
     batches: Batches
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
@@ -58,10 +58,12 @@ class Run:
     parts: Sequence[RunPart] = ()  # what watches the run, keeps something of it, or ends it
 
     async def train(self) -> dict[str, Any]:
-        """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
-        await (
-            self.servers.wait_up()
-        )  # a server is up once it holds the trainer's weights: a broken sync fails here
+        """Train for trainer.steps steps and leave everything in the run folder.
+
+        Returns the content of summary.json.
+        """
+        # A server is up once it holds the trainer's weights, so a broken sync fails here.
+        await self.servers.wait_up()
         if not self.folder.history:
             self.record(0, await self.evaluate(0))
         async with self.batches(self.new_batch) as batches:
@@ -78,16 +80,21 @@ class Run:
         await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
         with timed(metrics, "time/step"):
             batch = await batches.batch(step, version=self.publisher.versions.current)
-            await run_in_thread(
-                self.folder.rollouts, f"step_{step:06d}", batch.groups
-            )  # before anything can fail
+            # Write the rollouts before anything that follows can fail.
+            await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)
             refuse_failing(batch.groups, self.config.rewards.max_error_rate)
             shaped = [self.shape(group) for group in batch.groups]
+            # An empty batch means that no prompts are left.
             last = step == self.config.trainer.steps or not shaped
             metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
-            if last or (self.config.eval.every_steps and step % self.config.eval.every_steps == 0):
+
+            interval = self.config.eval.every_steps
+            if last or (interval and step % interval == 0):
+                # The next batch begins as soon as the servers have generated the evaluation.
                 metrics |= await self.evaluate(step, lambda: batches.begin_early(step + 1))
         metrics |= step_metrics(metrics)
+
+        # Every part is asked, as each may count the steps.
         ends = False
         for part in self.parts:
             ends |= part.ends(step, metrics)
@@ -111,25 +118,25 @@ class Run:
     async def train_policy(
         self, step: int, groups: Sequence[ScoredGroup], max_gap: float
     ) -> Metrics:
-        """Update the policy on groups with a signal; no other line changes the trainer's weights."""
+        """Update the policy on groups with a signal. Nothing else changes the trainer's weights."""
         metrics: Metrics = {}
         self.console.progress(step, "training")
-        sequences = [
-            sequence
-            for group in groups
-            for one in group.scored
-            for sequence in one.rollout.sequences
-        ]
-        with timed(
-            metrics, "time/measure"
-        ):  # log-probs of reference and old policy, values of the critic
+        sequences: list[TokenSequence] = []
+        for group in groups:
+            for scored in group.scored:
+                sequences += scored.rollout.sequences
+        # Log-probs of the reference and of the old policy, values of the critic.
+        with timed(metrics, "time/measure"):
             measured = await run_in_thread(self.trainer.measure, sequences)
+
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
         self.kl.update(shaping.get("rollout/kl"), sum(len(group.scored) for group in groups))
         for part in self.parts:
             await run_in_thread(part.samples, step, samples)
-        # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times  algorithm/losses.py, trainer/step.py
+
+        # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times
+        #                   algorithm/losses.py, trainer/step.py
         keep = self.folder.skipped(step)
         trained = await run_in_thread(
             self.trainer.step, samples, number=step, keep=keep, max_gap=max_gap
@@ -139,20 +146,23 @@ class Run:
     async def train_and_publish(
         self, step: int, shaped: Sequence[ScoredGroup], *, last: bool
     ) -> Metrics:
-        """Train on the groups with a signal and publish the new weights, if there are any; settle all prompts."""
-        groups = [one for one in shaped if one.reason is None]
+        """Train on the groups with a signal, and publish the new weights if there are any.
+
+        Every prompt of the batch gets its outcome: the stream may then draw others.
+        """
+        groups = [group for group in shaped if group.reason is None]
         metrics = signal_metrics(shaped, self.stream.uses_pass_rates)
         publishes = bool(groups) and self.trainer.policy_learns
-        async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
-            rollouts = [one.group.rollouts for one in shaped]
+        # Within this block no server is brought up: the trainer's weights change.
+        async with self.publisher.training(publishes=publishes) as turn_metrics:
+            rollouts = [group.group.rollouts for group in shaped]
             max_gap = self.publisher.max_gap(itertools.chain(*rollouts))
             if max_gap < math.inf:
                 metrics["sync/max_gap"] = max_gap
             metrics |= await self.check_rollouts(rollouts, bool(groups))
             if groups:
-                metrics |= await self.train_policy(
-                    step, groups, metrics.get("sync/max_gap", math.inf)
-                )
+                max_gap = metrics.get("sync/max_gap", math.inf)  # a part may have lowered it
+                metrics |= await self.train_policy(step, groups, max_gap)
             else:
                 await run_in_thread(self.trainer.end_step)
             for part in self.parts:
@@ -161,26 +171,35 @@ class Run:
             if publishes:
                 with timed(metrics, "time/sync"):
                     metrics |= await self.publisher.publish()  # 7 weights  sync/publish.py
-        untrained = {
-            one.group.id: self.trainer.untrained.get(number) for number, one in enumerate(groups)
-        }
-        for one in shaped:
-            if one.group.draw >= 0:
-                self.stream.settle(one.group.draw, outcome_of(one, untrained.get(one.group.id)))
+
+        # Group id -> why the trainer left its samples out, such as a gradient that was not finite.
+        untrained: dict[str, str | None] = {}
+        for number, group in enumerate(groups):
+            untrained[group.group.id] = self.trainer.untrained.get(number)
+        for group in shaped:
+            if group.group.draw >= 0:  # replayed rollouts were not drawn
+                outcome = outcome_of(group, untrained.get(group.group.id))
+                self.stream.settle(group.group.draw, outcome)
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
 
     async def check_rollouts(
         self, groups: Sequence[Sequence[Rollout]], trains: bool | None
     ) -> Metrics:
-        """Show the parts a batch's rollouts, before anything is learnt from them; what a part raises stops the run."""
+        """Show the parts a batch's rollouts before anything is learnt from them.
+
+        What a part raises stops the run.
+        """
         metrics: Metrics = {}
         for part in self.parts:
             metrics |= await part.rolled_out(groups, trains)
         return metrics
 
     async def evaluate(self, step: int, generated: Callable[[], None] = lambda: None) -> Metrics:
-        """Return the eval/* metrics of the weights that the servers hold; empty without held-out prompts."""
+        """Measure the weights that the servers hold; return eval/* metrics.
+
+        They are empty without held-out prompts. `generated` is called once the servers are idle.
+        """
         if not self.evaluation.prompts:
             return {}
         metrics: Metrics = {}
@@ -197,7 +216,7 @@ class Run:
         return metrics | measured
 
     def record(self, step: int, metrics: Metrics) -> None:
-        """Write metrics and checkpoint of the step."""
+        """Write the step's metrics and complete its checkpoint."""
         self.folder.finish(step, metrics)  # 8 records  observe/run_folder.py
         for part in self.parts:
             part.recorded(step, metrics)

@@ -1,4 +1,4 @@
-"""What joins a training run beside the loop: it watches the run, keeps something of it, or ends it."""
+"""Parts join a training run beside the loop: they watch it, keep something of it, or end it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """The run that a part joins."""
+    """The run that a part joins: what its maker gets to read and use."""
 
     config: Config
     folder: RunFolder
     servers: ServerPool
     trainer: "Trainer"
     publisher: Publisher
-    prompts: Sequence[Prompt]  # for training, of the first source
+    prompts: Sequence[Prompt]  # the training prompts of the first source
     checkpoints: Checkpoints
     console: Console
 
 
 class RunPart:
-    """A part of a run. Its methods are called in the order in which they stand here; by default none does anything.
+    """A part of a run. Its methods stand in the order in which a step calls them.
 
-    What a method raises ends the run.
+    By default none does anything. What a method raises ends the run.
 
     Example: a plugin that ends a run as soon as a metric is high enough.
 
@@ -51,50 +51,66 @@ class RunPart:
     """
 
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
-        """Take the rollouts of a batch's prompts before a step learns from some (`trains`) or, if False, from none.
+        """Take a batch's rollouts, a sequence for each prompt, before the step learns from them.
 
-        None: an evaluation's, which the current weights played: of each prompt first the greedy rollout, then those of
-        eval.temperature. Returns more metrics; a lower "sync/max_gap" is the bound of the step's train/logprob_gap.
+        Args:
+            groups: The rollouts of each prompt. Those of an evaluation are played by the current
+                weights: first the greedy one, then those of eval.temperature.
+            trains: Whether the step learns from some of them; None for an evaluation.
+
+        Returns more metrics. A lower "sync/max_gap" bounds the train/logprob_gap of the step.
         """
         return {}
 
     def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
-        """Take what a step trains on, before it does; in a thread."""
+        """Take the samples that the step is about to train on. Called in a thread."""
 
     def trained(self, metrics: Metrics) -> Metrics:
-        """Take a step's metrics after its update and before its weights are published; return more of them."""
+        """Take the step's metrics between its update and the publishing of its weights.
+
+        Returns more metrics.
+        """
         return {}
 
     async def published(self, members: Sequence[Member], came: bool) -> Metrics:
-        """Take the servers that have loaded a new version or, if they `came` just now, the current one.
+        """Take the servers that have loaded a new version or, if they `came`, the current one.
 
         Returns more metrics.
         """
         return {}
 
     def checkpointed(self, folder: Path) -> None:
-        """Take the folder of a complete checkpoint, in a thread beside the next steps; it stays until this returns."""
+        """Take the folder of a complete checkpoint, which stays until this returns.
+
+        Called in a thread, beside the next steps.
+        """
 
     def evaluated(self, step: int, metrics: Metrics) -> Metrics:
-        """Take the metrics of an evaluation and return more of them; in a thread, with the weights that it measured."""
+        """Take the metrics of an evaluation, while the trainer still has the weights it measured.
+
+        Returns more metrics. Called in a thread.
+        """
         return {}
 
     def ends(self, step: int, metrics: Metrics) -> bool:
-        """Say whether the run ends with this step. Its metrics are whole, but for an evaluation that then follows."""
+        """Say whether the run ends with this step.
+
+        All its metrics are there, except those of the evaluation that follows if it ends.
+        """
         return False
 
     def recorded(self, step: int, metrics: Metrics) -> None:
-        """Take a step that is in metrics.jsonl; of step 0 the evaluation before training."""
+        """Take a step that metrics.jsonl has now; step 0 is the evaluation before training."""
 
     def servers_changed(self) -> None:
-        """Hear that a server was lost or came back; within a step, too."""
+        """Take note that a server was lost or came back, also within a step."""
 
     def summary(self) -> Mapping[str, Any]:
         """Return this part's entries of summary.json."""
         return {}
 
     def close(self) -> None:
-        """Release what the part holds; called once, however the run ended."""
+        """Release the part's resources. Called once, however the run ended."""
 
 
 RUN_PARTS: Registry[Callable[[Joined], RunPart | None]] = Registry(
@@ -106,27 +122,27 @@ RUN_PARTS: Registry[Callable[[Joined], RunPart | None]] = Registry(
     copy_to="hocket.extras.copy_to",
 )
 run_part = RUN_PARTS.register
-"""Decorator of a function that makes a part for a run, or returns None where its settings turn it off."""
+"""Decorator of a function that makes a part for a run, or returns None if settings turn it off."""
 
 
-ASKED_FOR = {
+SETTING_OF = {
     "timeline": "observe.trace",
     "tokens": "observe.tokens",
     "best": "checkpoint.best",
     "copy_to": "checkpoint.copy_to",
 }
-"""Part → the setting that asks for it."""
+"""Part -> the setting that asks for it: without the part's file, that setting is refused."""
 
-
+# The checks are on by default, so a run without their file goes on, and says so.
 NOT_CHECKED = (
-    "hocket/extras/checks was deleted: sync.check_every and sync.check_share have no effect; train/logprob_gap still "
-    "stops a run whose servers compute with other weights"
+    "hocket/extras/checks was deleted: sync.check_every and sync.check_share have no effect; "
+    "train/logprob_gap still stops a run whose servers compute with other weights"
 )
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for a setting that asks for a part whose file was deleted."""
-    for name, setting in ASKED_FOR.items():
+    for name, setting in SETTING_OF.items():
         section, _, key = setting.partition(".")
         if name not in RUN_PARTS.names and getattr(getattr(config, section), key):
             raise ConfigError(
@@ -135,7 +151,7 @@ def check(config: Config) -> None:
 
 
 def joining(run: Joined) -> Iterator[RunPart]:
-    """Make the parts of a run one by one: those that are made can be closed where a later one fails."""
+    """Make the parts of a run one by one, so that those made are closed if a later one fails."""
     if "checks" not in RUN_PARTS.names:
         run.console.say(NOT_CHECKED)
     for make in RUN_PARTS.each():

@@ -1,9 +1,9 @@
-"""Publish the trainer's weights to every server, with proof.
+"""Publish the trainer's weights to every server, and verify that each holds them.
 
-    write version v+1 → load it on every server → compare checksums → let the run's parts check them
+    write version v+1 → load it on every server → compare checksums → let the run's parts check
 
-A server that dies meanwhile is brought up once it answers again. A refused version, another checksum or a check that
-fails stops the run.
+A server that dies meanwhile is brought up once it answers again. A refused version, another
+checksum or a check that fails stops the run.
 """
 
 import asyncio
@@ -23,36 +23,55 @@ from hocket.types import Metrics, Rollout
 
 
 class TakesServers(Protocol):
-    """A part of a run, such as RunPart, that is given the servers that have loaded a version."""
+    """A part of a run, such as RunPart, that takes the servers that have loaded a version."""
 
     async def published(self, members: Sequence[Member], came: bool) -> Metrics: ...
 
 
-# By the engine's precision: a mean |trainer − engine log-prob| that rounding never causes.
+# Engine's precision -> a mean |trainer − engine log-prob| that rounding alone never causes.
 HIGHEST_GAP = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+
+
+def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
+    """Give a trainer that shares no GPU its turn, which takes nothing."""
+    return nullcontext({})
 
 
 @dataclasses.dataclass(kw_only=True)
 class Publisher:
+    """Keeps the servers' weights those of the trainer.
+
+    Example: one update of a run, as loop.py does it.
+
+        async with publisher.training(publishes=True):
+            trainer.step(samples, number=1)
+            metrics = await publisher.publish()
+    """
+
     versions: Versions
     pool: ServerPool
     transport: Transport
-    # Gives the trainer a shared GPU
-    trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = lambda publishes: (
-        nullcontext({})
-    )
-    max_logprob_gap: float | None = None  # in place of HIGHEST_GAP
-    parts: Sequence[TakesServers] = ()  # of the run
-    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # of a step or a bring-up
+    # Gives the trainer a GPU that it shares with a server, for the body of a with statement.
+    trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = own_gpu
+    max_logprob_gap: float | None = None  # replaces HIGHEST_GAP
+    parts: Sequence[TakesServers] = ()  # the parts of the run
+    # Held by a step while it trains, or by a bring-up.
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
-        """Hold the trainer and yield the metrics of getting it; where it `publishes`, end with `publish`."""
+        """Hold the trainer, so that no server is brought up. Yields the metrics of getting it.
+
+        A body that `publishes` ends with `publish`.
+        """
         async with self.lock, self.trainer_turn(publishes) as metrics:
             yield metrics
 
     def max_gap(self, rollouts: Iterable[Rollout]) -> float:
-        """Bound the mean |trainer − engine log-prob| of rollouts; inf if any was sampled by older weights."""
+        """Bound the mean |trainer − engine log-prob| of rollouts.
+
+        It is infinite if older weights sampled any trained token.
+        """
         for rollout in rollouts:
             for sequence in rollout.sequences:
                 if any(sequence.mask) and sequence.version_min != self.versions.current:
@@ -60,7 +79,7 @@ class Publisher:
         return max((self.highest_gap(member.dtype) for member in self.pool.up), default=math.inf)
 
     def highest_gap(self, dtype: str) -> float:
-        """Bound it for an engine of this precision."""
+        """Bound the mean |trainer − engine log-prob| for an engine of this precision."""
         return self.max_logprob_gap or HIGHEST_GAP.get(dtype, HIGHEST_GAP["bfloat16"])
 
     async def publish(self) -> Metrics:
@@ -88,7 +107,10 @@ class Publisher:
         return delivery.metrics
 
     def judge(self, member: Member, checksum: str, answer: Answer, *, does: str) -> None:
-        """Mark a server ready or lost. Raises SyncError where it refuses or holds something else."""
+        """Mark a server up or lost by its answer to a version with this checksum.
+
+        Raises SyncError where the server refuses the version, or holds something else.
+        """
         version = self.versions.current
         if isinstance(answer, ServerError) and self._stops(answer):
             raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
@@ -96,8 +118,9 @@ class Publisher:
             self.pool.mark_lost(member, str(answer))
         elif (answer.version, answer.checksum) != (version, checksum):
             raise SyncError(
-                f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but version "
-                f"{version} with checksum {checksum} was published. Is this its only trainer?"
+                f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but "
+                f"version {version} with checksum {checksum} was published. Is this its only "
+                "trainer?"
             )
         elif member.session not in (None, answer.session):
             self.pool.mark_lost(member, "it was started again")
@@ -105,15 +128,15 @@ class Publisher:
             self.pool.mark_up(member, answer)
 
     def _stops(self, answer: ServerError) -> bool:
-        """Check whether a refusal stops the run: a discovered server may be another run's by now."""
-        return answer.outcome is ErrorOutcome.REFUSED and (
-            self.pool.is_listed or not answer.foreign
-        )
+        """Check whether a refusal stops the run; a discovered server may be another run's."""
+        if answer.outcome is not ErrorOutcome.REFUSED:
+            return False
+        return self.pool.is_listed or not answer.foreign
 
     async def bring_up(
         self, check_model: Callable[[Health], None], there: Mapping[Member, Health]
     ) -> None:
-        """Give servers the current version. Raises as `judge` and `check_model`."""
+        """Give servers that came the current version. Raises as `judge` and `check_model`."""
         if self.lock.locked() and self.pool.up:
             for member in there:
                 self.pool.mark_waiting(member, "the trainer is at work")
@@ -126,11 +149,12 @@ class Publisher:
             for member in members:
                 check_model(there[member])
             metrics = await self._deliver_and_check(members, came=True)
-        took = f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s"
+
+        seconds = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
+        took = f"{metrics['sync/mebibytes']:.1f} MiB in {seconds:.2f} s"
         if "sync/logprob_gap" in metrics:
-            took += (
-                f", parameters compared, mean |Δ log-prob| up to {metrics['sync/logprob_gap']:.1e}"
-            )
+            gap = metrics["sync/logprob_gap"]
+            took += f", parameters compared, mean |Δ log-prob| up to {gap:.1e}"
         for member in members:
             if member.is_up:  # else its reason says why not
                 holds = f"holds version {self.versions.current}: {member.dtype}"
