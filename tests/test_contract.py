@@ -18,7 +18,7 @@ SOURCE = ROOT / "src"
 
 LAYERS = (  # the rooms by floors: a module imports from floors above its own line, and from its own room
     {"errors", "types"},
-    {"common"},
+    {"common", "formats"},
     {"config", "protocol"},
     {"client", "data", "envs", "observe"},
     {"algorithm", "rewards"},

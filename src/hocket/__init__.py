@@ -3,7 +3,6 @@
 import functools
 import gc
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -103,7 +102,7 @@ def train(
     from hocket.commands import runs as commands
     from hocket.common.files import numbered
     from hocket.errors import ConfigError
-    from hocket.observe.rows import read_lines
+    from hocket.observe.rows import read_metrics, read_summary
     from hocket.rewards.base import REWARDS, reward
 
     if not isinstance(rewards, Mapping | None):
@@ -117,10 +116,13 @@ def train(
             stack.callback(REWARDS.forget, name)
         commands.train(loaded, serve=True, on_step=on_step)
     folder = loaded.run_dir
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text("utf-8"))
     *_, model = numbered(folder / "weights", "v*").values()
-    history = read_lines(folder / "metrics.jsonl")
-    return summary | {"run_dir": folder, "model": model, "history": history}
+    return {
+        **read_summary(folder),
+        "run_dir": folder,
+        "model": model,
+        "history": read_metrics(folder),
+    }
 
 
 def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None
 
     environment.prepare()
     from hocket.errors import ConfigError
-    from hocket.observe.rows import read_lines
+    from hocket.observe.rows import read_metrics
 
     try:
         driver = importlib.import_module("hocket.extras.stages.driver")
@@ -141,7 +143,7 @@ def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None
     finally:
         _free()
     folder = loaded.run_dir
-    return {"run_dir": folder, "model": folder / "model", "history": read_lines(folder / "metrics.jsonl")}
+    return {"run_dir": folder, "model": folder / "model", "history": read_metrics(folder)}
 
 
 sft = functools.partial(_stage, "sft")

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import json
 import os
 import re
 import shlex
@@ -24,6 +23,8 @@ from hocket.common.processes import PARENT_VARIABLE, die_with_parent, first
 from hocket.common.registry import Registry
 from hocket.config import Config, LaunchConfig, ObserveConfig
 from hocket.errors import ConfigError, ServerError, door
+from hocket.formats import ROLLOUTS
+from hocket.observe.rows import scan_rollouts
 from hocket.trainer import checkpoints
 
 ENGINES: Registry[Callable[..., None]] = Registry(
@@ -348,8 +349,8 @@ def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
         merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
         model = run_dir / "model"
         more = ["model.lora=null"]
-    rollouts = [*numbered(run_dir / "rollouts", "step_*.jsonl").values()]
-    prompt = json.loads(rollouts[-1].read_text(encoding="utf-8").split("\n")[0])["prompt"] if rollouts else ""
+    rollouts = [*numbered(run_dir / ROLLOUTS, "step_*.jsonl").values()]
+    prompt = next(scan_rollouts(rollouts[-1]))["prompt"] if rollouts else ""
     prompt = prompt if 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable() else "PROMPT"
     again = shlex.join([*given, f"run.dir={unused(run_dir)}"])
     use = shlex.join([*given, f"model.path={model}", *more])

@@ -11,6 +11,7 @@ from typing import Any
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
+from hocket.formats import OutcomeRow, SizeRow
 from hocket.types import Prompt
 
 
@@ -81,11 +82,17 @@ class MixedStream(PromptStream):
     def settle(self, number: int, outcome: PromptOutcome) -> None:
         self._streams[self._source_of.pop(number)].settle(number, outcome)
 
-    def sizes(self) -> list[dict[str, Any]]:
-        return [line | {"source": name} for name, stream in self._streams.items() for line in stream.sizes()]
+    def sizes(self) -> list[SizeRow]:
+        rows: list[SizeRow] = []
+        for name, stream in self._streams.items():
+            rows += [{**row, "source": name} for row in stream.sizes()]
+        return rows
 
-    def entries(self) -> list[dict[str, Any]]:
-        return [entry | {"source": name} for name, stream in self._streams.items() for entry in stream.entries()]
+    def entries(self) -> list[OutcomeRow]:
+        rows: list[OutcomeRow] = []
+        for name, stream in self._streams.items():
+            rows += [{**row, "source": name} for row in stream.entries()]
+        return rows
 
     def state(self) -> dict[str, Any]:
         states = {name: stream.state() for name, stream in self._streams.items()}

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from hocket.data.curriculum import Candidates, Curriculum, PassRates
 from hocket.data.prompt_list import Prompts
 from hocket.errors import DataError
+from hocket.formats import LeftOut, OutcomeRow, SizeRow
 from hocket.types import Prompt
 
 EXHAUSTED = (  # the meaning of a `PromptStream.take` without prompts
@@ -55,8 +56,8 @@ class PromptStream:
         self.number: Callable[[], int] = lambda: self._num_drawn  # of the next draw; a mixture counts all sources'
         self._in_flight: dict[int, dict[str, Any]] = {}  # by number
         self._again: collections.deque[int] = collections.deque()  # numbers to draw once more after a restore
-        self._entries: list[dict[str, Any]] = []
-        self._left_out: dict[int, tuple[str, str]] = {}  # index: (state, why)
+        self._entries: list[OutcomeRow] = []
+        self._left_out: dict[int, tuple[LeftOut, str]] = {}  # index: (state, why)
         self._begin(0, *self._plan(0))
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
@@ -67,7 +68,12 @@ class PromptStream:
     def settle(self, number: int, outcome: PromptOutcome) -> None:
         """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""
         draw = self._in_flight.pop(number)
-        entry = {"draw": number, "epoch": draw["epoch"], "prompt": draw["prompt"], "state": outcome.state}
+        entry: OutcomeRow = {
+            "draw": number,
+            "epoch": draw["epoch"],
+            "prompt": draw["prompt"],
+            "state": outcome.state,
+        }
         if outcome.why:
             entry["why"] = outcome.why
         if outcome.pass_rate is not None:
@@ -77,11 +83,11 @@ class PromptStream:
                 self._curriculum.measured(draw["index"], outcome.pass_rate)
         self._entries.append(entry)
 
-    def sizes(self) -> list[dict[str, Any]]:
+    def sizes(self) -> list[SizeRow]:
         """Return the first lines of the ledger."""
         return [{"num_prompts": len(self._prompts)}]
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[OutcomeRow]:
         """Return the ledger's lines since the last call."""
         entries, self._entries = self._entries, []
         return entries
@@ -141,12 +147,14 @@ class PromptStream:
         self._position += 1
         return number
 
-    def _plan(self, epoch: int) -> tuple[list[int], dict[int, tuple[str, str]]]:
+    def _plan(self, epoch: int) -> tuple[list[int], dict[int, tuple[LeftOut, str]]]:
         """Return the indices to play, none if all are retired; and those left out: (state, reason)."""
         shuffled = list(range(len(self._prompts)))
         random.Random(f"{self._identity['seed']}:{epoch}").shuffle(shuffled)
         members = [index for index in shuffled if self._measured.streaks[index] < self._retire_after]
-        out = dict.fromkeys(range(len(shuffled)), ("retired", f"solved {self._retire_after} times in a row"))
+        out: dict[int, tuple[LeftOut, str]] = {}
+        for index in range(len(shuffled)):
+            out[index] = ("retired", f"solved {self._retire_after} times in a row")
         if not members:
             return [], out
         plan = self._curriculum.plan(
@@ -159,10 +167,11 @@ class PromptStream:
             raise DataError(f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()")
         if not played:
             raise DataError(f"the curriculum {name} leaves out every prompt of epoch {epoch}; change its options")
-        out |= {index: ("skipped", plan.why.get(index, f"left out by {name}")) for index in members}
+        for index in members:
+            out[index] = ("skipped", plan.why.get(index, f"left out by {name}"))
         return order, {index: why for index, why in out.items() if index not in played}
 
-    def _begin(self, epoch: int, order: list[int], left_out: dict[int, tuple[str, str]]) -> None:
+    def _begin(self, epoch: int, order: list[int], left_out: dict[int, tuple[LeftOut, str]]) -> None:
         before = self._left_out
         self._epoch = epoch
         self._position = 0
@@ -175,6 +184,6 @@ class PromptStream:
         for index in sorted(before.keys() - left_out.keys()):
             self._entries.append({"epoch": epoch, "prompt": self._prompts[index].id, "state": "back"})
 
-    def _leave_out(self, index: int, state: str, why: str) -> None:
+    def _leave_out(self, index: int, state: LeftOut, why: str) -> None:
         self._left_out[index] = (state, why)
         self._entries.append({"epoch": self._epoch, "prompt": self._prompts[index].id, "state": state, "why": why})

@@ -1,6 +1,5 @@
 """Print a run's progress: a line per step and, on a terminal, the current activity below it."""
 
-import json
 import math
 import re
 import reprlib
@@ -15,8 +14,9 @@ from rich.markup import escape
 from hocket.common.files import kind_of, numbered
 from hocket.common.redaction import redacted
 from hocket.common.shell import open_streams
+from hocket.formats import ROLLOUTS, EvalValues
 from hocket.observe.metrics import Alarms
-from hocket.observe.rows import read_lines, said
+from hocket.observe.rows import read_rollouts, read_summary, spoken
 
 SHOWN = {  # metric → what a step's line says of it
     "reward/mean": "reward {:.3f}",
@@ -89,15 +89,15 @@ class Console(AbstractContextManager["Console"]):
 
     def finish(self, run_dir: Path) -> None:
         """Print a run's result: evaluation, samples, paths, and how many steps lacked an update."""
-        end = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        end = read_summary(run_dir)
         self.say(f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}")
-        if evaluations := [*numbered(run_dir / "rollouts", "eval_*.jsonl").values()]:
+        if evaluations := [*numbered(run_dir / ROLLOUTS, "eval_*.jsonl").values()]:
             for line in _held_out(end["before"], end["after"]):
                 self._rich.print(f"[bold]{line}[/bold]")
-            greedy = [row for row in read_lines(evaluations[-1]) if row["id"].endswith("/0")]
+            greedy = [row for row in read_rollouts(evaluations[-1]) if row["id"].endswith("/0")]
             for row in greedy[:NUM_SAMPLES]:
                 reward = row["error"] or f"{row['reward']:g}"
-                self.say(f"  {row['prompt']!r} → {said(row)!r}  answer {row['answer']!r}  reward {reward}")
+                self.say(f"  {row['prompt']!r} → {spoken(row)!r}  answer {row['answer']!r}  reward {reward}")
         *_, newest = numbered(run_dir / "weights", "v*").values()
         if (run_dir / "report.html").exists():
             self.say(f"report {run_dir / 'report.html'}")
@@ -119,7 +119,7 @@ def _broken_pipe() -> None:
     raise  # as everywhere else; rich would exit with status 1
 
 
-def _held_out(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
+def _held_out(before: EvalValues, after: EvalValues) -> Iterator[str]:
     """Yield "held-out accuracy, greedy  0.000 → 0.980 ± 0.009", the standard error; accuracy only of 0 and 1."""
     shares = {before.get("zero_or_one", 1), after.get("zero_or_one")}
     kind = "accuracy" if shares == {1} else "reward"

@@ -1,6 +1,5 @@
 """Bind the loggers of `observe.loggers`, each in a thread of its own: none can slow or stop the run."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 from hocket.common.registry import Registry, need, options_of
 from hocket.config import LoggerSpec
-from hocket.observe.rows import read_text, rows_of
+from hocket.formats import ROLLOUTS, SUMMARY, MetricsRow, RolloutRow
+from hocket.observe.rows import read_summary, scan_rollouts, step_of
 
 LOOK_S = 0.5  # between looks for new steps
 CLOSE_S = 30.0  # at most, until all loggers have all steps
@@ -52,7 +52,6 @@ LOGGERS: Registry[Callable[..., Logger]] = Registry(
 )
 logger = LOGGERS.register
 Say = Callable[[str], None]
-Steps = list[dict[str, Any]]
 
 
 def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
@@ -67,7 +66,7 @@ def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
     return makers
 
 
-def started(specs: Sequence[LoggerSpec], steps: Steps, say: Say, **run: Any) -> list["InThread"]:
+def started(specs: Sequence[LoggerSpec], steps: list[MetricsRow], say: Say, **run: Any) -> list["InThread"]:
     """Return loggers of a run: its GIVEN, and the list to which it adds its steps. Raise ConfigError as `bound`."""
     pairs = zip(specs, bound(specs), strict=True)
     return [InThread(spec, partial(make, **run), steps, run["run_dir"], say) for spec, make in pairs]
@@ -91,7 +90,9 @@ class InThread(threading.Thread):
     Nothing waits for it, but `close`. What the logger fails at is said once.
     """
 
-    def __init__(self, spec: LoggerSpec, make: Callable[[], Logger], steps: Steps, run_dir: Path, say: Say) -> None:
+    def __init__(
+        self, spec: LoggerSpec, make: Callable[[], Logger], steps: list[MetricsRow], run_dir: Path, say: Say
+    ) -> None:
         super().__init__(name=spec.name, daemon=True)
         self._spec = spec
         self._make = make
@@ -121,8 +122,9 @@ class InThread(threading.Thread):
         while not ended:
             ended = self.ended.wait(LOOK_S)  # before it looks, so that it sees the last step
             for record in self.steps[self.done :]:
+                step = step_of(record)
                 metrics = {name: value for name, value in record.items() if value is not None}
-                step = metrics.pop("step")
+                del metrics["step"]
                 yield partial(one.metrics, step, metrics)
                 for kind in TABLES:
                     yield partial(self._table, one, step, kind)
@@ -133,15 +135,14 @@ class InThread(threading.Thread):
     def _table(self, one: Logger, step: int, kind: str) -> None:
         if kind == "step" and step % self._spec.rollouts_every and step != 1:
             return
-        path = self._run_dir / "rollouts" / f"{kind}_{step:06d}.jsonl"
-        rows = [[_cell(row[name]) for name in COLUMNS] for row in islice(rows_of(path), self._spec.rollouts)]
+        path = self._run_dir / ROLLOUTS / f"{kind}_{step:06d}.jsonl"
+        rows = [_cells(row) for row in islice(scan_rollouts(path), self._spec.rollouts)]
         if rows:
             one.table(step, TABLES[kind], rows)
 
     def _summary(self, one: Logger) -> None:
-        text = read_text(self._run_dir / "summary.json")
-        if text:
-            one.summary(json.loads(text))
+        if (self._run_dir / SUMMARY).exists():
+            one.summary(read_summary(self._run_dir))
 
     def tell(self, what: str, why: object) -> None:
         if what not in self._told:
@@ -149,7 +150,12 @@ class InThread(threading.Thread):
             self._say(f"logger {self.name} {what}: {str(why) or repr(why)}")
 
 
-def _cell(value: Any) -> Any:
+def _cells(row: RolloutRow) -> list[Any]:
+    columns: Mapping[str, object] = row
+    return [_cell(columns[name]) for name in COLUMNS]
+
+
+def _cell(value: object) -> Any:
     if isinstance(value, dict):
         return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
     return value if value is None or isinstance(value, int | float) else str(value)[:MAX_CHARACTERS]

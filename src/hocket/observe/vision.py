@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hocket.common.files import naming, partial_of
 from hocket.common.vision import Stored, data_url, decoded, file_name, from_text, png
+from hocket.formats import ImageRow
 from hocket.types import Image, TokenSequence
 
 SHOWN = 160, 160  # pixels
@@ -28,7 +28,7 @@ def keep(folder: Path, sequence: TokenSequence) -> None:
                 partial.replace(path)
 
 
-def image_of(row: Any, folder: Path | None) -> Image:
+def image_of(row: ImageRow | str, folder: Path | None) -> Image:
     """Return a picture of a run's row, or that of a data URL. Raise ValueError without it."""
     if isinstance(row, str):
         data = from_text(row)
@@ -38,10 +38,16 @@ def image_of(row: Any, folder: Path | None) -> Image:
     path = _path(folder, row["file"])
     if not path.is_file():
         raise ValueError(f"a picture of its rollouts is missing: {path}; bring it back from a copy")
-    return Image(**{**row, "file": Stored(path.read_bytes), "name": path.name})
+    return Image(
+        file=Stored(path.read_bytes),
+        name=path.name,
+        start=row["start"],
+        length=row["length"],
+        placeholder=row["placeholder"],
+    )
 
 
-def shown(folder: Path, files: Iterable[str]) -> dict[str, str]:
+def small_pictures(folder: Path, files: Iterable[str]) -> dict[str, str]:
     """Return pictures of a run as small data URLs, without those that are damaged."""
     found = dict[str, str]()
     for file in itertools.islice(files, MAX_SHOWN):
