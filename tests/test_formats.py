@@ -1,4 +1,4 @@
-"""The files of a run: what is written has the keys of its type, what was written before is read, what is newer refused."""
+"""The files of a run: keys are as their types say, older files are read, newer ones are refused."""
 
 import json
 from collections.abc import Callable

@@ -120,12 +120,13 @@ class Run:
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
             rollouts = [one.group.rollouts for one in shaped]
-            max_gap = self.publisher.max_gap(itertools.chain(*rollouts))
+            metrics |= await self.check_rollouts(rollouts, bool(groups))
+            bounds = [part.max_gap() for part in self.parts]
+            max_gap = min([self.publisher.max_gap(itertools.chain(*rollouts)), *bounds])
             if max_gap < math.inf:
                 metrics["sync/max_gap"] = max_gap
-            metrics |= await self.check_rollouts(rollouts, bool(groups))
             if groups:
-                metrics |= await self.train_policy(step, groups, metrics.get("sync/max_gap", math.inf))
+                metrics |= await self.train_policy(step, groups, max_gap)
             else:
                 await run_in_thread(self.trainer.end_step)
             for part in self.parts:

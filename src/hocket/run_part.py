@@ -1,6 +1,7 @@
 """What joins a training run beside the loop: it watches the run, keeps something of it, or ends it."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,9 +55,16 @@ class RunPart:
         """Take the rollouts of a batch's prompts before a step learns from some (`trains`) or, if False, from none.
 
         None: an evaluation's, which the current weights played: of each prompt first the greedy rollout, then those of
-        eval.temperature. Returns more metrics; a lower "sync/max_gap" is the bound of the step's train/logprob_gap.
+        eval.temperature. Returns more metrics.
         """
         return {}
+
+    def max_gap(self) -> float:
+        """Return the highest train/logprob_gap of the step that learns from what `rolled_out` took last.
+
+        Above it the step stops before its update; of all parts the lowest counts.
+        """
+        return math.inf
 
     def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
         """Take what a step trains on, before it does; in a thread."""
@@ -109,33 +117,45 @@ run_part = RUN_PARTS.register
 """Decorator of a function that makes a part for a run, or returns None where its settings turn it off."""
 
 
-ASKED_FOR = {
-    "timeline": "observe.trace",
-    "tokens": "observe.tokens",
-    "best": "checkpoint.best",
-    "copy_to": "checkpoint.copy_to",
+SETTINGS = {
+    "checks": ("sync.check_every", "sync.check_share"),
+    "timeline": ("observe.trace",),
+    "tokens": ("observe.tokens",),
+    "best": ("checkpoint.best",),
+    "copy_to": ("checkpoint.copy_to",),
 }
-"""Part → the setting that asks for it."""
+"""Part → the settings that ask for it."""
+DISPENSABLE = {"checks": "train/logprob_gap still stops a run whose servers compute with other weights"}
+"""Part that a run goes on without, as its settings are on by default → what is left of it."""
 
 
-NOT_CHECKED = (
-    "hocket/extras/checks was deleted: sync.check_every and sync.check_share have no effect; train/logprob_gap still "
-    "stops a run whose servers compute with other weights"
-)
+def lacking(config: Config) -> dict[str, str]:
+    """Return the parts that settings ask for and whose files were deleted, each with a sentence."""
+    sentences = {}
+    for name, settings in SETTINGS.items():
+        asking = []
+        for setting in settings:
+            section, _, key = setting.partition(".")
+            if getattr(getattr(config, section), key):
+                asking.append(setting)
+        if asking and name not in RUN_PARTS.names:
+            names = " and ".join(asking)
+            sentences[name] = f"{names}: needs the run part {name!r}, whose file in hocket/extras was deleted"
+    return sentences
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for a setting that asks for a part whose file was deleted."""
-    for name, setting in ASKED_FOR.items():
-        section, _, key = setting.partition(".")
-        if name not in RUN_PARTS.names and getattr(getattr(config, section), key):
-            raise ConfigError(f"{setting} needs the run part {name!r}, whose file in hocket/extras was deleted")
+    for name, sentence in lacking(config).items():
+        if name not in DISPENSABLE:
+            raise ConfigError(sentence)
 
 
 def joining(run: Joined) -> Iterator[RunPart]:
     """Make the parts of a run one by one: those that are made can be closed where a later one fails."""
-    if "checks" not in RUN_PARTS.names:
-        run.console.say(NOT_CHECKED)
+    for name, sentence in lacking(run.config).items():
+        if name in DISPENSABLE:
+            run.console.say(f"{sentence}; {DISPENSABLE[name]}")
     for make in RUN_PARTS.each():
         part = make(run)
         if part is not None:

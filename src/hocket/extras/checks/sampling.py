@@ -49,18 +49,22 @@ class SamplingCheck(RunPart):
     history: MetricsHistory
     fair: bool = True  # no answer has a say in whether it is a witness
     claim: Callable[[TokenSequence], str] = lambda sequence: ""  # what is wrong in what a server says of its tokens
+    _max_gap: float = math.inf  # of the rollouts that it took last
     _lot: Metrics = dataclasses.field(default_factory=dict)  # counts in place of what training finds
     _certain: float = 0.0  # odds of greedy answers, without those that training finds
 
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
         """Return sampling/* of each prompt's rollouts, before a step that `trains` on some.
 
-        None: of an evaluation, whose rollouts are all compared. With sync/max_gap where none is stale. Raise SyncError,
-        or warn, where they fail.
+        None: of an evaluation, whose rollouts are all compared. Raise SyncError, or warn, where they fail.
         """
         if trains is None:
             return await self._evaluated(groups)
         return await self._checked(groups, trains)
+
+    def max_gap(self) -> float:
+        """Return what rounding explains; inf where a rollout is stale."""
+        return self._max_gap
 
     async def _evaluated(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
         """Check an evaluation's rollouts whose log-probs are of training's temperature; of greedy tokens they are of 1.
@@ -100,8 +104,7 @@ class SamplingCheck(RunPart):
                 self.proof.fail(f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it")
             metrics |= await run_in_thread(equal_pairs, groups)
             self._certain = await run_in_thread(certain_odds, answers)
-            if fresh:
-                metrics["sync/max_gap"] = bound
+            self._max_gap = bound if fresh else math.inf
             samples = as_samples(one for one in compared if one.version_min == newest)
             drawn: Metrics = {}
             if samples:
