@@ -37,9 +37,11 @@ class Logger(Protocol):
     def table(self, step: int, name: str, rows: Table) -> None:
         """Take rollouts of a step ("rollouts") or its evaluation ("eval/rollouts"), with the columns COLUMNS."""
 
-    def summary(self, values: Mapping[str, Any]) -> None: ...
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Take summary.json of a run that has ended well."""
 
-    def close(self, *, failed: bool) -> None: ...
+    def close(self, *, failed: bool) -> None:
+        """End the run: nothing comes any more."""
 
 
 GIVEN = ("run_dir", "run_id", "config")
@@ -68,8 +70,10 @@ def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
 
 def started(specs: Sequence[LoggerSpec], steps: list[MetricsRow], say: Say, **run: Any) -> list["InThread"]:
     """Return loggers of a run: its GIVEN, and the list to which it adds its steps. Raise ConfigError as `bound`."""
-    pairs = zip(specs, bound(specs), strict=True)
-    return [InThread(spec, partial(make, **run), steps, run["run_dir"], say) for spec, make in pairs]
+    threads = []
+    for spec, make in zip(specs, bound(specs), strict=True):
+        threads.append(InThread(spec, partial(make, **run), steps, run["run_dir"], say))
+    return threads
 
 
 def close(loggers: Sequence["InThread"], *, failed: bool) -> None:
@@ -81,11 +85,11 @@ def close(loggers: Sequence["InThread"], *, failed: bool) -> None:
     for one in loggers:
         one.join(max(0.0, deadline - time.monotonic()))
         if one.is_alive():
-            one.tell("is not done", f"{len(one.steps) - one.done} steps still wait for it after {CLOSE_S:g} s")
+            one.report("is not done", f"{len(one.steps) - one.done} steps still wait for it after {CLOSE_S:g} s")
 
 
 class InThread(threading.Thread):
-    """Pass on the steps that a run adds to a list, and the rollouts and the summary that lie in its folder by then.
+    """Passes on the steps that a run adds to a list, and the rollouts and the summary that lie in its folder by then.
 
     Nothing waits for it, but `close`. What the logger fails at is said once.
     """
@@ -99,7 +103,7 @@ class InThread(threading.Thread):
         self.steps = steps
         self._run_dir = run_dir
         self._say = say
-        self._told: set[str] = set()
+        self._reported: set[str] = set()  # what it fails at
         self.done = 0  # steps
         self.failed = False
         self.ended = threading.Event()
@@ -110,14 +114,15 @@ class InThread(threading.Thread):
             one = self._make()
             self._say(f"logger {self.name}: {one.where}")
         except BaseException as error:  # noqa: BLE001 - some end the process
-            return self.tell("can't be used, and the run goes on without it", error)
+            return self.report("can't be used, and the run goes on without it", error)
         for call in self._calls(one):
             try:
                 call()
             except BaseException as error:  # noqa: BLE001 - the same
-                self.tell("could not take a record", error)
+                self.report("could not take a record", error)
 
     def _calls(self, one: Logger) -> Iterator[Callable[[], None]]:
+        """Yield the calls of a logger as the run goes on, the last one after its end."""
         ended = False
         while not ended:
             ended = self.ended.wait(LOOK_S)  # before it looks, so that it sees the last step
@@ -144,9 +149,10 @@ class InThread(threading.Thread):
         if (self._run_dir / SUMMARY).exists():
             one.summary(read_summary(self._run_dir))
 
-    def tell(self, what: str, why: object) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def report(self, what: str, why: object) -> None:
+        """Say once what the logger fails at."""
+        if what not in self._reported:
+            self._reported.add(what)
             self._say(f"logger {self.name} {what}: {str(why) or repr(why)}")
 
 
@@ -156,6 +162,7 @@ def _cells(row: RolloutRow) -> list[Any]:
 
 
 def _cell(value: object) -> Any:
+    """Return a value as loggers can show it: a number, None, or a text."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
     return value if value is None or isinstance(value, int | float) else str(value)[:MAX_CHARACTERS]

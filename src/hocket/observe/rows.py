@@ -322,7 +322,7 @@ def rollout_of(sample: Mapping[str, Any], id: str = "", folder: Path | None = No
     prompt = Prompt(
         id=row.get("prompt_id", ""),
         token_ids=tuple(last.token_ids[:num_read]),
-        messages=tuple(messages) if messages else None,
+        messages=None if messages is None else tuple(messages),
         text=text or _last_question(messages or ()),
         answer=None if answer is None else str(answer),
         meta=row.get("meta", {}),

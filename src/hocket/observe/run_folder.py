@@ -61,7 +61,14 @@ Example: a plugin that says which step had the highest reward.
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
-    """Keep the files of one run, in a folder that is its own (observe/owner.py)."""
+    """The files of one run, in a folder that is its own (observe/owner.py).
+
+    Example:
+
+        with RunFolder(config) as folder:
+            folder.finish(1, {"reward/mean": 0.5})
+            folder.summary(final_version=1)
+    """
 
     def __init__(self, config: Config, say: Callable[[str], None] = print) -> None:
         self.path = config.run_dir
@@ -103,6 +110,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self._added.append(row)
 
     def ledger(self, step: int, entries: Iterable[LedgerRow]) -> None:
+        """Append what became of prompts in a step to ledger.jsonl."""
         append(self.path / LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
@@ -111,6 +119,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             write_rollouts(self.path, name, groups)
 
     def skipped(self, step: int) -> Path:
+        """Return the file that keeps the batch of a step that was not finite."""
         return self.path / "skipped" / f"step_{step:06d}.json"
 
     def summary(self, *, final_version: int, more: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -161,9 +170,11 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         with reading(self.path / METRICS):
             self.history[:] = sorted(read_metrics(self.path), key=step_of)
         (self.path / SUMMARY).unlink(missing_ok=True)  # the run continues past that end
+
+        # Rollouts of later steps; a file with another name is the user's.
         for file in (*self.path.glob(f"{ROLLOUTS}/*"), *self.path.glob(f"{TRAINED}/*")):
-            made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's
-            if made and int(made[1]) > state["step"]:
+            match = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)
+            if match and int(match[1]) > state["step"]:
                 file.unlink()
 
 
@@ -213,15 +224,15 @@ def trainer_id(run_dir: Path) -> str:
     path = run_dir / "trainer_id"
     if not path.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
-        made = path.with_name(f".{secrets.token_hex(8)}")
-        made.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
+        partial = path.with_name(f".{secrets.token_hex(8)}")
+        partial.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
         with contextlib.suppress(FileExistsError):  # another rank was faster
-            os.link(made, path)
-        made.unlink()
-    found = read_text(path)
-    if not re.fullmatch(".+-[0-9a-f]{8}", found):
+            os.link(partial, path)
+        partial.unlink()
+    text = read_text(path)
+    if not re.fullmatch(".+-[0-9a-f]{8}", text):
         raise DataError(f"{path} is damaged: remove it, and servers take this run for a new one")
-    return found
+    return text
 
 
 def _evaluation(row: MetricsRow) -> EvalValues:

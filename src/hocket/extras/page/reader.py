@@ -188,7 +188,7 @@ class RunReader:
             shown["texts"] = pieces(_tokenizer(self.folder), shown["token_ids"])
             files |= dict.fromkeys(image["file"] for image in shown.get("images", ()))
         if files:
-            from hocket.observe.vision import small_pictures
+            from hocket.extras.page.vision import small_pictures
 
             rows[0]["pictures"] = small_pictures(self.folder, files)
         return rows
