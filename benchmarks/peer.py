@@ -58,6 +58,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
+from hocket.observe.rows import read_lines, read_metrics
 from support.processes import Process
 
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
@@ -158,9 +159,8 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
     if not options.held:
         settings.append(f"trainer.micro_batch_tokens={options.trl_batch * (options.tokens + options.prompt)}")
     memory, clock = watched(["quickstart", *settings, *options.settings], folder / "log")
-    steps = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if step.get("time/step")]
-    spans = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
+    steps: list[dict[str, Any]] = [step for step in read_metrics(folder / "run") if step.get("time/step")]
+    spans = read_lines(folder / "run/timeline.jsonl")
     ends = {span["step"]: span["end"] for span in spans if span.get("who") == "trainer"}  # the last one's
     generate = "time/generate" if staleness == 0 else "time/batch"
     return (

@@ -9,7 +9,6 @@ shares of the time where there is no unit, and the ratio of its steps per second
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -23,6 +22,7 @@ from shared import QUICKSTART, parser, serving
 
 from hocket.common.environment import has_cuda
 from hocket.config import read_settings
+from hocket.observe.rows import read_metrics, read_summary
 from support.processes import Process, free_port
 
 COLD_STEPS = 4
@@ -52,8 +52,8 @@ def train(max_staleness: int, run_dir: Path, arguments: Sequence[str]) -> dict[s
     with Process(["train", *settings], run_dir.with_suffix(".log"), OMP_NUM_THREADS="1") as trainer:
         if status := trainer.popen.wait(3600):
             sys.exit(f"the trainer ended with status {status}: {trainer.output()[-2000:]}")
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = read_summary(run_dir)
+    records: list[dict[str, Any]] = [*read_metrics(run_dir)]
     warm = [record for record in records if record["step"] > COLD_STEPS]
     seconds = [record["time/step"] - record.get("time/eval", 0.0) for record in warm]
 

@@ -26,6 +26,7 @@ from shared import ROOT, parser
 from transformers.utils import get_json_schema
 
 from hocket.extras.tools.tools import calculate
+from hocket.observe.rows import read_metrics, step_of
 from support.processes import Process, free_port, wait_for
 
 AGENT = '''
@@ -148,8 +149,7 @@ class Trial:
         return self.settings(name, **(chosen | more))
 
     def steps(self, name: str) -> list[dict[str, Any]]:
-        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines if json.loads(line).get("step", 0) > 0]
+        return [row for row in read_metrics(self.folder / name) if step_of(row) > 0]
 
     def variant(self, name: str, change: Callable[[str], str]) -> Path:
         """Returns a copy of the model with another chat template; its weights are links."""

@@ -32,6 +32,10 @@ import yaml
 from shared import numbers, parser
 from simulated_inputs import COLD_STEPS, Hardware, Lengths, Setup, Speeds, log_normal, public_speeds
 
+from hocket.errors import DataError
+from hocket.formats import MetricsRow
+from hocket.observe.rows import read_metrics, scan_rollouts, step_of
+
 MARK = "SIMULATION, not a measurement"
 MAX_GROUPS = 512  # of lengths, in a calibration
 Result = dict[str, float]
@@ -56,14 +60,14 @@ class Step(NamedTuple):
     """One warm step of a measured run."""
 
     setup: Setup
-    row: Mapping[str, float]  # of metrics.jsonl
+    row: MetricsRow
     lengths: Lengths
     prompt_tokens: float  # of all its rollouts
 
     @property
     def seconds(self) -> float:
         """Seconds without evaluation and checkpoint, which are not simulated."""
-        return self.row["time/step"] - self.get("time/eval") - self.get("time/checkpoint")
+        return self.get("time/step") - self.get("time/eval") - self.get("time/checkpoint")
 
     def get(self, name: str) -> float:
         return self.row.get(name) or 0.0  # null where it was not finite
@@ -73,10 +77,10 @@ def read_run(folder: Path, ranks: int | None = None) -> list[Step]:
     """Return the warm steps of a run folder. `ranks`: where torchrun has started several."""
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
+        rows = read_metrics(folder)
+    except (OSError, ValueError, DataError) as error:
         sys.exit(f"{folder} can't be read as a run folder: {error}. Name the run.dir of a finished run")
-    warm = [row for row in rows if row["step"] > COLD_STEPS and "rollout/tokens" in row]
+    warm = [row for row in rows if step_of(row) > COLD_STEPS and "rollout/tokens" in row]
     if len(warm) < 2:
         sys.exit(f"{folder} has {len(warm)} warm steps (after step {COLD_STEPS}): a run of 20 or more tells something")
     rollout, most = config["rollout"], config["trainer"]["micro_batch_tokens"]
@@ -90,15 +94,14 @@ def read_run(folder: Path, ranks: int | None = None) -> list[Step]:
         max_staleness=config["pipeline"]["max_staleness"],
         max_concurrent=config["server"]["engine"].get("max_num_seqs", Setup.max_concurrent),
         micro_batch_tokens=8192 if most == "auto" else most,
-        steps=max(row["step"] for row in warm),
+        steps=max(map(step_of, warm)),
     )
     steps = []
     for row in warm:
-        path = folder / "rollouts" / f"step_{row['step']:06d}.jsonl"
+        path = folder / "rollouts" / f"step_{step_of(row):06d}.jsonl"
         progress(f"reading {path}")
         groups, prompt_tokens = dict[str, list[int]](), 0
-        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-            played = json.loads(line)
+        for played in scan_rollouts(path, tokens=True):
             groups.setdefault(played["group_id"], []).append(played["num_tokens"])
             prompt_tokens += len(played["mask"]) - played["num_tokens"]
         steps.append(Step(setup, row, list(groups.values()), prompt_tokens))

@@ -12,6 +12,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import loading
 from hocket.envs import Action
 from hocket.envs.base import bind
+from hocket.observe import rows
 from hocket.types import Prompt
 from support.batches import played, scorer_of_all
 
@@ -24,6 +25,11 @@ def test_the_reference_pages_are_up_to_date() -> None:
     unsaid = {key for key, field in loading._fields() if "." in key and not field.description}
     options = {"curriculum.retire_after", "env.max_turns", "env.timeout_s"}  # of every curriculum and environment
     assert unsaid == options | {"checkpoint.best.name", "checkpoint.best.patience"}  # checkpoint.best tells them
+
+
+def test_the_page_of_a_run_s_files_has_every_key_of_their_types() -> None:
+    written = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
+    assert written.endswith(rows.reference() + "\n"), "refresh docs/files.md: python3 run.py config --files"
 
 
 OPTIONS = {

@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,7 +114,7 @@ def train(
     from hocket.commands import runs as commands
     from hocket.common.files import numbered
     from hocket.errors import ConfigError
-    from hocket.observe.rows import read_lines
+    from hocket.observe.rows import read_metrics, read_summary
     from hocket.rewards.base import REWARDS, reward
 
     if not isinstance(rewards, Mapping | None):
@@ -130,11 +129,14 @@ def train(
             stack.callback(REWARDS.forget, name)
         commands.train(loaded, serve=True, on_step=on_step)
     folder = loaded.run_dir
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text("utf-8"))
     versions = numbered(folder / "weights", "v*")
     newest = list(versions.values())[-1]
-    history = read_lines(folder / "metrics.jsonl")
-    return summary | {"run_dir": folder, "model": newest, "history": history}
+    return {
+        **read_summary(folder),
+        "run_dir": folder,
+        "model": newest,
+        "history": read_metrics(folder),
+    }
 
 
 def sft(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -162,7 +164,7 @@ def _run_stage(
 
     environment.prepare()
     from hocket.errors import ConfigError
-    from hocket.observe.rows import read_lines
+    from hocket.observe.rows import read_metrics
 
     try:
         driver = importlib.import_module("hocket.extras.stages.driver")
@@ -174,11 +176,7 @@ def _run_stage(
     finally:
         _free()
     folder = loaded.run_dir
-    return {
-        "run_dir": folder,
-        "model": folder / "model",
-        "history": read_lines(folder / "metrics.jsonl"),
-    }
+    return {"run_dir": folder, "model": folder / "model", "history": read_metrics(folder)}
 
 
 def _loaded(

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import json
 import os
 import re
 import shlex
@@ -23,6 +22,8 @@ from hocket.common.processes import PARENT_VARIABLE, die_with_parent, first
 from hocket.common.registry import Registry
 from hocket.config import Config, LaunchConfig, ObserveConfig
 from hocket.errors import ConfigError, ServerError, program
+from hocket.formats import ROLLOUTS
+from hocket.observe.rows import scan_rollouts
 from hocket.trainer import checkpoints
 
 ENGINES: Registry[Callable[..., None]] = Registry(
@@ -470,10 +471,10 @@ The same in two terminals:     {run} serve {again}
 
 def _prompt_of(run_dir: Path) -> str:
     """Get the first prompt of the last step, or the word PROMPT where that does not fit a line."""
-    files = list(numbered(run_dir / "rollouts", "step_*.jsonl").values())
+    files = list(numbered(run_dir / ROLLOUTS, "step_*.jsonl").values())
     if not files:
         return "PROMPT"
-    first_line = files[-1].read_text(encoding="utf-8").split("\n")[0]
-    prompt: str = json.loads(first_line)["prompt"]
+    first_row = next(scan_rollouts(files[-1]))
+    prompt = first_row["prompt"]
     fits = 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable()
     return prompt if fits else "PROMPT"

@@ -156,12 +156,13 @@ class Run:
         # Within this block no server is brought up: the trainer's weights change.
         async with self.publisher.training(publishes=publishes) as turn_metrics:
             rollouts = [group.group.rollouts for group in shaped]
-            max_gap = self.publisher.max_gap(itertools.chain(*rollouts))
+            metrics |= await self.check_rollouts(rollouts, bool(groups))
+            bounds = [part.max_gap() for part in self.parts]
+            bounds.append(self.publisher.max_gap(itertools.chain(*rollouts)))
+            max_gap = min(bounds)
             if max_gap < math.inf:
                 metrics["sync/max_gap"] = max_gap
-            metrics |= await self.check_rollouts(rollouts, bool(groups))
             if groups:
-                max_gap = metrics.get("sync/max_gap", math.inf)  # a part may have lowered it
                 metrics |= await self.train_policy(step, groups, max_gap)
             else:
                 await run_in_thread(self.trainer.end_step)

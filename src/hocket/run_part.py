@@ -1,6 +1,7 @@
 """Parts join a training run beside the loop: they watch it, keep something of it, or end it."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,9 +59,16 @@ class RunPart:
                 weights: first the greedy one, then those of eval.temperature.
             trains: Whether the step learns from some of them; None for an evaluation.
 
-        Returns more metrics. A lower "sync/max_gap" bounds the train/logprob_gap of the step.
+        Returns more metrics.
         """
         return {}
+
+    def max_gap(self) -> float:
+        """Return the highest train/logprob_gap of the step that learns from what `rolled_out` took last.
+
+        Above it the step stops before its update; of all parts the lowest counts.
+        """
+        return math.inf
 
     def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
         """Take the samples that the step is about to train on. Called in a thread."""
@@ -125,35 +133,50 @@ run_part = RUN_PARTS.register
 """Decorator of a function that makes a part for a run, or returns None if settings turn it off."""
 
 
-SETTING_OF = {
-    "timeline": "observe.trace",
-    "tokens": "observe.tokens",
-    "best": "checkpoint.best",
-    "copy_to": "checkpoint.copy_to",
+SETTINGS = {
+    "checks": ("sync.check_every", "sync.check_share"),
+    "timeline": ("observe.trace",),
+    "tokens": ("observe.tokens",),
+    "best": ("checkpoint.best",),
+    "copy_to": ("checkpoint.copy_to",),
 }
-"""Part -> the setting that asks for it: without the part's file, that setting is refused."""
+"""Part -> the settings that ask for it."""
 
-# The checks are on by default, so a run without their file goes on, and says so.
-NOT_CHECKED = (
-    "hocket/extras/checks was deleted: sync.check_every and sync.check_share have no effect; "
-    "train/logprob_gap still stops a run whose servers compute with other weights"
-)
+DISPENSABLE = {
+    "checks": "train/logprob_gap still stops a run whose servers compute with other weights"
+}
+"""Part that a run goes on without, as its settings are on by default -> what then still holds."""
+
+
+def lacking(config: Config) -> dict[str, str]:
+    """Name the parts that settings ask for and whose files were deleted, each with a sentence."""
+    sentences = {}
+    for name, settings in SETTINGS.items():
+        asking = []
+        for setting in settings:
+            section, _, key = setting.partition(".")
+            if getattr(getattr(config, section), key):
+                asking.append(setting)
+        if asking and name not in RUN_PARTS.names:
+            names = " and ".join(asking)
+            sentences[name] = (
+                f"{names}: needs the run part {name!r}, whose file in hocket/extras was deleted"
+            )
+    return sentences
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for a setting that asks for a part whose file was deleted."""
-    for name, setting in SETTING_OF.items():
-        section, _, key = setting.partition(".")
-        if name not in RUN_PARTS.names and getattr(getattr(config, section), key):
-            raise ConfigError(
-                f"{setting} needs the run part {name!r}, whose file in hocket/extras was deleted"
-            )
+    for name, sentence in lacking(config).items():
+        if name not in DISPENSABLE:
+            raise ConfigError(sentence)
 
 
 def joining(run: Joined) -> Iterator[RunPart]:
     """Make the parts of a run one by one, so that those made are closed if a later one fails."""
-    if "checks" not in RUN_PARTS.names:
-        run.console.say(NOT_CHECKED)
+    for name, sentence in lacking(run.config).items():
+        if name in DISPENSABLE:
+            run.console.say(f"{sentence}; {DISPENSABLE[name]}")
     for make in RUN_PARTS.each():
         part = make(run)
         if part is not None:

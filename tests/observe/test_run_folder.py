@@ -21,7 +21,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import Config, load
 from hocket.errors import ConfigError, DataError
 from hocket.observe import run_folder
-from hocket.observe.rows import groups_of, lines_of, read_lines
+from hocket.observe.rows import groups_of, lines_of, read_lines, read_summary
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.rewards.base import REWARDS
 from hocket.trainer import checkpoints
@@ -62,7 +62,7 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
         assert folder.last_step == -1
         assert folder.skipped(12) == run / "skipped" / "step_000012.json"
         folder.finish(0, {"eval/greedy": 0.25})
-        assert (run / "metrics.jsonl").read_text() == '{"step": 0, "eval/greedy": 0.25}\n'
+        assert (run / "metrics.jsonl").read_text() == '{"format": 1, "step": 0, "eval/greedy": 0.25}\n'
         folder.finish(1, {"eval/greedy": 0.5, "train/grad_norm": math.nan, "time/step": 1.5})
         folder.finish(2, {"time/step": 2.0, "time/train": 1.0})
         folder.finish(3, {"time/train": 1.0, "train/skipped": 1.0})
@@ -77,13 +77,15 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     rows = [json.loads(line) for line in (run / "rollouts" / "step_000001.jsonl").open(encoding="utf-8")]
     assert [(row["reward"], row["error"]) for row in rows] == [(1.0, None), (None, "m: hung")]
     assert rows[0] == {
+        "format": 1,
         "id": "step 1/0/0", "group_id": "step 1/0", "prompt_id": "task:step 1/0", "prompt": "sort ba", "answer": "ab",
         "messages": None, "completion": "ab\u2028\r\n", "reward": 1.0, "parts": {"m": 1.0}, "error": None,
         "note": "m: so", "meta": {"level": 2}, "opening": "",
         "finish_reason": "stop", "turns": 2, "num_tokens": 2, "version_min": 3, "version_max": 4,
         "token_ids": [1, 2, 3, 4, 5], "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345], "mask": [0, 0, 1, 0, 1],
     }  # fmt: skip
-    assert summary == json.loads((run / "summary.json").read_text())
+    assert {"format": 1, **summary} == json.loads((run / "summary.json").read_text())
+    assert read_summary(run) == summary
     timed = {"steps": 3, "updated": 1, "train_seconds": 3.5, "seed": 0, "final_version": 2, "plugins": []}
     assert summary == {"before": {"greedy": 0.25}, "after": {"greedy": 0.5}, **timed}
     assert config_module.load(run / "config.yaml").run.dir == config.run.dir
@@ -113,7 +115,7 @@ def test_a_row_that_no_run_writes_ends_a_resumed_run_with_its_place(tmp_path: Pa
         for step in range(3):
             folder.finish(step, {"x": 1.0})
         path = folder.path / "metrics.jsonl"
-        path.write_text(path.read_text().replace('{"step": 1, "x": 1.0}', row))
+        path.write_text(path.read_text().replace('{"format": 1, "step": 1, "x": 1.0}', row))
         with pytest.raises(DataError, match=f"{path} is damaged: .*bring the file back"):
             folder.restore({"step": 2, "bytes": {path.name: path.stat().st_size}})
         with pytest.raises(DataError, match=f"{path} is damaged: .*bring the file back"):
@@ -267,7 +269,8 @@ def test_a_run_has_a_copy_of_each_plugin_and_the_next_one_says_which_has_changed
         summary = folder.summary(final_version=1)
     copy = f"plugins/mine-{digest[:8]}.py"
     row = {"path": str(file), "sha256": digest, "registers": ["reward kept_one"], "copy": copy}
-    assert summary["plugins"] == json.loads((run / "plugins.json").read_text()) == [row]
+    assert summary["plugins"] == [row]
+    assert json.loads((run / "plugins.json").read_text()) == [{"format": 1, **row}]
     assert (run / copy).read_text() == file.read_text()
 
     monkeypatch.setattr(registry, "_PLUGINS", {})  # another process

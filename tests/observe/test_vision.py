@@ -41,7 +41,7 @@ def test_a_replay_has_the_pictures_that_a_run_has_kept_once(tmp_path: Path) -> N
     before = [file.stat().st_mtime_ns for file in files]
     write_rollouts(tmp_path, "step_000002", [played])
     assert [file.stat().st_mtime_ns for file in files] == before
-    (read,) = groups_of(path.read_text().splitlines(), tmp_path)
+    (read,) = groups_of(path.read_text().splitlines(), path)
     for ours, theirs in zip(played.rollouts, read.rollouts, strict=True):
         for found, kept in ((theirs.sequences[0], ours.sequences[0]), (theirs.prompt, ours.prompt)):
             assert found.images == kept.images

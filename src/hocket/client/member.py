@@ -2,12 +2,10 @@
 
 import dataclasses
 import enum
-from typing import Any
 
 from hocket.client.server import ServerClient
+from hocket.formats import ServerRow
 from hocket.protocol import Health
-
-LOAD = {"status", "in_flight", "waiting", "kv_use", "kv_tokens"}  # fields of Health
 
 
 class State(enum.Enum):
@@ -82,13 +80,19 @@ class Member:
         if state in (State.JOINING, State.LOST, State.LEFT_OUT):
             self.session = None  # another process may answer next
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> ServerRow:
         """Describe the server for people: address, state, version and load."""
-        load = self.health.model_dump(include=LOAD) if self.health else {}
-        known = {
+        row: ServerRow = {
             "url": self.url,
             "up": self.is_up,
             "state": self._state.value,
             "reason": self._reason,
+            "version": self.version,
         }
-        return known | {"version": self.version} | load
+        if self.health:
+            row["status"] = self.health.status
+            row["in_flight"] = self.health.in_flight
+            row["kv_tokens"] = self.health.kv_tokens
+            row["waiting"] = self.health.waiting
+            row["kv_use"] = self.health.kv_use
+        return row

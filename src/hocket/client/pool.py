@@ -17,6 +17,7 @@ from hocket.client.member import Member, State
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
 from hocket.errors import ErrorOutcome, ServerError, SyncError, program
+from hocket.formats import ServerRow
 from hocket.protocol import CURABLE, Health, ReloadResponse
 
 MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
@@ -139,7 +140,7 @@ class ServerPool:
     def up(self) -> list[Member]:
         return [member for member in self.members if member.is_up]
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[ServerRow]:
         return [member.shown() for member in self.members]
 
     def _move(self, member: Member, state: State, reason: str | None = None) -> None:

@@ -26,7 +26,7 @@ from hocket.common.redaction import redacted
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, program, remedy
-from hocket.observe import metrics
+from hocket.observe import metrics, rows
 from hocket.trainer import checkpoints
 
 DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
@@ -351,6 +351,7 @@ def _reward_test(args: argparse.Namespace) -> int:
     SETTINGS,
     _page("--reference", config_module.reference, help="print every key with default and meaning"),
     _page("--metrics", metrics.reference, help="print every metric with meaning and healthy range"),
+    _page("--files", rows.reference, help="print every key of a run folder's files"),
     _page(
         "--presets",
         config_module.preset_table,

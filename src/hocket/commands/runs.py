@@ -28,7 +28,7 @@ from hocket.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.rows import DAMAGED, rollout_of, write_rollouts
+from hocket.observe.rows import DAMAGED, rollout_of, without_format, write_rollouts
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.protocol import GenerateRequest, Health, SamplingParams
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
@@ -410,7 +410,7 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
         try:
             columns = columns_of(row, ())
             if {"group_id", "prompt_id", "parts"} <= columns.keys():  # of a run
-                rollout = rollout_of(columns, place, file.absolute().parents[1])
+                rollout = rollout_of(without_format(columns, file), place, file.absolute().parents[1])
                 group = columns["group_id"]
             else:
                 rollout = rollout_of({**sample_of(columns, config.data), "id": place})

@@ -12,6 +12,7 @@ from typing import Any
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
+from hocket.formats import OutcomeRow, SizeRow
 from hocket.types import Prompt
 
 
@@ -125,17 +126,17 @@ class MixedStream(PromptStream):
         source = self._source_of.pop(number)
         self._streams[source].settle(number, outcome)
 
-    def sizes(self) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = []
-        for source, stream in self._streams.items():
-            lines += [line | {"source": source} for line in stream.sizes()]
-        return lines
+    def sizes(self) -> list[SizeRow]:
+        rows: list[SizeRow] = []
+        for name, stream in self._streams.items():
+            rows += [{**row, "source": name} for row in stream.sizes()]
+        return rows
 
-    def entries(self) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = []
-        for source, stream in self._streams.items():
-            lines += [line | {"source": source} for line in stream.entries()]
-        return lines
+    def entries(self) -> list[OutcomeRow]:
+        rows: list[OutcomeRow] = []
+        for name, stream in self._streams.items():
+            rows += [{**row, "source": name} for row in stream.entries()]
+        return rows
 
     def state(self) -> dict[str, Any]:
         states = {source: stream.state() for source, stream in self._streams.items()}

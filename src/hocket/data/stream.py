@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from hocket.data.curriculum import Candidates, Curriculum, PassRates
 from hocket.data.prompt_list import Prompts
 from hocket.errors import DataError
+from hocket.formats import LeftOut, OutcomeRow, SizeRow
 from hocket.types import Prompt
 
 # The message of a run that ends because `PromptStream.take` returned no prompt.
@@ -35,7 +36,7 @@ class PromptOutcome:
 class Exclusion(NamedTuple):
     """Why an epoch does not play a prompt, as the ledger writes it."""
 
-    state: str  # "retired" or "skipped"
+    state: LeftOut
     why: str
 
 
@@ -105,7 +106,7 @@ class PromptStream:
         self.next_number: Callable[[], int] = lambda: self._num_drawn
         self._in_flight: dict[int, dict[str, Any]] = {}  # the draws in flight, by number
         self._repeats = collections.deque[int]()  # numbers to draw again after a restore
-        self._entries: list[dict[str, Any]] = []  # ledger lines that nobody has taken yet
+        self._entries: list[OutcomeRow] = []  # ledger lines that nobody has taken yet
         self._excluded: dict[int, Exclusion] = {}  # prompts that this epoch does not play, by index
         order, excluded = self._plan(0)
         self._begin(0, order, excluded)
@@ -126,7 +127,7 @@ class PromptStream:
     def settle(self, number: int, outcome: PromptOutcome) -> None:
         """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""
         draw = self._in_flight.pop(number)
-        entry = {
+        entry: OutcomeRow = {
             "draw": number,
             "epoch": draw["epoch"],
             "prompt": draw["prompt"],
@@ -141,11 +142,11 @@ class PromptStream:
                 self._curriculum.measured(draw["index"], outcome.pass_rate)
         self._entries.append(entry)
 
-    def sizes(self) -> list[dict[str, Any]]:
+    def sizes(self) -> list[SizeRow]:
         """Return the first lines of the ledger."""
         return [{"num_prompts": len(self._prompts)}]
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[OutcomeRow]:
         """Return the ledger's lines since the last call."""
         entries = self._entries
         self._entries = []

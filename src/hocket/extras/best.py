@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.common.files import atomic_folder
 from hocket.config import BestConfig
+from hocket.formats import BestEvaluation, MetricsRow
 from hocket.observe.metrics import Metric, metric_table
+from hocket.observe.rows import step_of
 from hocket.run_part import Joined, RunPart, run_part
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Metrics
@@ -27,7 +29,7 @@ class Best(RunPart):
 
     settings: BestConfig
     folder: Path  # of the run
-    history: Sequence[Mapping[str, Any]]  # metrics of the steps so far
+    history: Sequence[MetricsRow]  # metrics of the steps so far
     trainer: "Trainer"
     checkpoints: Checkpoints
     say: Callable[[str], None]
@@ -36,15 +38,15 @@ class Best(RunPart):
         """Keep the weights of the best evaluation; return eval/since_best."""
         if self.settings.name not in metrics:  # no answer has a score
             return {}
-        now = {"step": step, **metrics}
-        rows = [*self._evaluations(), now]
-        best = self._best(rows)
+        now = self._evaluation(step, metrics[self.settings.name])
+        evaluations = [*self._evaluations(), now]
+        best = self._best(evaluations)
         if best is now:
             with atomic_folder(self.folder / FOLDER) as partial:
                 self.trainer.export(partial)
             self.checkpoints.copy(step, last=True)  # none of step 0, which is the model itself
         self.checkpoints.kept = best["step"]
-        return {"eval/since_best": len(rows) - 1.0 - rows.index(best)}
+        return {"eval/since_best": len(evaluations) - 1.0 - evaluations.index(best)}
 
     def ends(self, step: int, metrics: Metrics) -> bool:
         """End the run where checkpoint.best.patience evaluations in a row were no better."""
@@ -55,22 +57,24 @@ class Best(RunPart):
         return True
 
     def summary(self) -> Mapping[str, Any]:
-        rows = self._evaluations()
-        if not rows:
-            return {}
-        row = self._best(rows)
-        metric = self.settings.name
-        return {
-            "best": {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}
-        }
+        evaluations = self._evaluations()
+        return {"best": self._best(evaluations)} if evaluations else {}
 
-    def _evaluations(self) -> list[Mapping[str, Any]]:
-        return [row for row in self.history if row.get(self.settings.name) is not None]
+    def _evaluations(self) -> list[BestEvaluation]:
+        evaluations: list[BestEvaluation] = []
+        for row in self.history:
+            value = row.get(self.settings.name)
+            if value is not None:
+                evaluations.append(self._evaluation(step_of(row), value))
+        return evaluations
 
-    def _best(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the best row, of equals the first."""
+    def _evaluation(self, step: int, value: float) -> BestEvaluation:
+        return {"step": step, "metric": self.settings.name, "value": value, "folder": FOLDER}
+
+    def _best(self, evaluations: Sequence[BestEvaluation]) -> BestEvaluation:
+        """Return the best evaluation, of equals the first."""
         best = min if self.settings.name in _LESS_IS_BETTER else max
-        return best(rows, key=lambda row: row[self.settings.name])
+        return best(evaluations, key=lambda evaluation: evaluation["value"])
 
 
 @run_part("best")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from hocket.commands.command import command, option
 from hocket.errors import ConfigError
+from hocket.formats import LEDGER, LedgerRow, OutcomeRow
 
 STATES = (
     "trained",
@@ -41,26 +42,27 @@ class Account(NamedTuple):
 
 
 def accounts(
-    rows: Sequence[Mapping[str, Any]], stream: Mapping[str, Any] | None, *, ended: bool = False
+    rows: Sequence[LedgerRow], stream: Mapping[str, Any] | None, *, ended: bool = False
 ) -> list[Account]:
     """Return the account of each epoch that has begun.
 
     `stream` is the PromptStream's state in the newest checkpoint, None without one; `ended`: nothing is in flight.
     """
-    num_prompts = rows[0]["num_prompts"]
-    rows = list(rows[1:])
+    (num_prompts,) = [row["num_prompts"] for row in rows if "num_prompts" in row]
+    outcomes = [row for row in rows if "num_prompts" not in row]
     if stream is not None:
-        recorded = {row["draw"] for row in rows if "draw" in row}
-        late = [
-            *stream["entries"],
-            *({**draw, "state": "in flight"} for draw in stream["in_flight"]),
-        ]
-        rows += [row for row in late if row.get("draw") not in recorded]
-    rows.sort(
+        # What was settled, or drawn, since the last line that the checkpoint counts.
+        recorded = {row["draw"] for row in outcomes if "draw" in row}
+        late: list[OutcomeRow] = [*stream["entries"]]
+        late += [_in_flight(draw) for draw in stream["in_flight"]]
+        outcomes += [row for row in late if row.get("draw") not in recorded]
+    outcomes.sort(
         key=lambda row: (row["epoch"], row["state"] != "back")
     )  # those first, as some stand twice
-    ids = {row["prompt"] for row in rows}
-    epochs = {epoch: list(those) for epoch, those in groupby(rows, key=lambda row: row["epoch"])}
+    ids = {row["prompt"] for row in outcomes}
+    epochs = {
+        epoch: list(those) for epoch, those in groupby(outcomes, key=lambda row: row["epoch"])
+    }
     newest = max(epochs, default=0)
     num_over = newest if ended else 0  # of these epochs nothing is pending or in flight
     pending = "pending"
@@ -98,10 +100,10 @@ def accounts(
 
 
 def by_source(
-    rows: Sequence[Mapping[str, Any]], stream: Mapping[str, Any] | None
-) -> list[tuple[str, list[Mapping[str, Any]], Mapping[str, Any] | None]]:
+    rows: Sequence[LedgerRow], stream: Mapping[str, Any] | None
+) -> list[tuple[str, list[LedgerRow], Mapping[str, Any] | None]]:
     """Return name, rows and state of the stream of each source, in a run with data.sources; "" without them."""
-    of = defaultdict[str, list[Mapping[str, Any]]](list)
+    of = defaultdict[str, list[LedgerRow]](list)
     for row in rows:
         of[row.get("source", "")].append(row)
     states = (stream or {}).get("sources")
@@ -125,8 +127,17 @@ def table(found: Sequence[Account]) -> str:
     return "\n".join([*lines, verdict if num else "no epoch is finished yet"])
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    return f"{row['state']}: {row['why']}" if row.get("why") else str(row["state"])
+def _in_flight(draw: Mapping[str, Any]) -> OutcomeRow:
+    return {
+        "draw": draw["draw"],
+        "epoch": draw["epoch"],
+        "prompt": draw["prompt"],
+        "state": "in flight",
+    }
+
+
+def _label(row: OutcomeRow) -> str:
+    return f"{row['state']}: {row['why']}" if row.get("why") else row["state"]
 
 
 def _place(item: tuple[str, int]) -> tuple[int, int, str]:
@@ -143,10 +154,10 @@ def _problem(num: int, what: str, ids: Iterable[str]) -> str:
 
 @command("ledger", option("RUN", type=Path))
 def report(args: argparse.Namespace) -> int:
-    from hocket.observe.rows import LEDGER, read_lines, reading
+    from hocket.observe.rows import read_ledger, reading
     from hocket.trainer import checkpoints
 
-    rows = read_lines(args.RUN / LEDGER)
+    rows = read_ledger(args.RUN)
     if not rows or "num_prompts" not in rows[0]:
         raise ConfigError(
             f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing"

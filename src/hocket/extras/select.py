@@ -5,7 +5,6 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,13 +15,14 @@ from hocket.common.registry import load_plugins
 from hocket.config import Config, load
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, program
-from hocket.observe.rows import read_lines, reading
+from hocket.formats import ROLLOUTS, RolloutRow
+from hocket.observe.rows import read_rollouts, reading
+from hocket.types import Message
 
 SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 
 
-RolloutRow = Mapping[str, Any]
-_reward = itemgetter("reward")
+DataRow = dict[str, Any]  # of the file that is written: columns of data.source
 
 
 def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
@@ -36,8 +36,8 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     least = fmean(map(_reward, told)) if min_reward is None else min_reward
     best = defaultdict[str, dict[str, RolloutRow]](dict)  # of each prompt: what is said → row
     for row in sorted(told, key=_reward, reverse=True):
-        if row["reward"] >= least:
-            best[row["prompt_id"]].setdefault(repr(_said(row)), row)
+        if _reward(row) >= least:
+            best[row["prompt_id"]].setdefault(repr(_answer(row)), row)
     chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
     if not chosen:
         highest = max(map(_reward, told))
@@ -63,8 +63,12 @@ def select_pairs(run: Path, output: Path) -> str:
         best = max(group, key=_reward)
         worst = min(group, key=_reward)
         margin = _reward(best) - _reward(worst)
-        if margin > 0 and _said(best) != _said(worst) and best.get("images") == worst.get("images"):
-            sides = {"chosen": _said(best), "rejected": _said(worst), "margin": margin}
+        if (
+            margin > 0
+            and _answer(best) != _answer(worst)
+            and best.get("images") == worst.get("images")
+        ):
+            sides = {"chosen": _answer(best), "rejected": _answer(worst), "margin": margin}
             asked = {"prompt": best["messages"] or best["prompt"], "prompt_id": best["prompt_id"]}
             pairs.append({**asked, **sides, **tools[_source(best)], **_pictures(best, run)})
     if not pairs:
@@ -76,7 +80,7 @@ def select_pairs(run: Path, output: Path) -> str:
     return _write(output, pairs, what, config.model.path, "dpo")
 
 
-def _read(run: Path) -> tuple[Config, Mapping[str, RolloutRow], list[RolloutRow], int]:
+def _read(run: Path) -> tuple[Config, Mapping[str, DataRow], list[RolloutRow], int]:
     """Return a run's config, the column "tools" by source, the rollouts with a score and an end, and the number of all.
 
     The newest come first. Those of agents, and those that say nothing, end in a thought, or have turns without a
@@ -92,9 +96,9 @@ def _read(run: Path) -> tuple[Config, Mapping[str, RolloutRow], list[RolloutRow]
             f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}"
         )
     rows: list[RolloutRow] = []
-    for path in reversed(numbered(run / "rollouts", "step_*.jsonl").values()):
-        rows += read_lines(path)
-    with reading(run / "rollouts"):
+    for path in reversed(numbered(run / ROLLOUTS, "step_*.jsonl").values()):
+        rows += read_rollouts(path)
+    with reading(run / ROLLOUTS):
         told = [row for row in rows if _source(row) in chats and _is_whole(row)]
     if not told:
         raise ConfigError(
@@ -107,7 +111,13 @@ def _read(run: Path) -> tuple[Config, Mapping[str, RolloutRow], list[RolloutRow]
 
 
 def _source(row: RolloutRow) -> str:
-    return str(row.get("source", ""))
+    return row.get("source", "")
+
+
+def _reward(row: RolloutRow) -> float:
+    reward = row["reward"]
+    assert reward is not None  # `_is_whole`
+    return reward
 
 
 def _is_whole(row: RolloutRow) -> bool:
@@ -123,38 +133,35 @@ def _is_whole(row: RolloutRow) -> bool:
     return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat and has_all
 
 
-def _turns(row: RolloutRow) -> list[RolloutRow]:
-    turns: list[RolloutRow] = row.get(
-        "dialogue", [{"role": "assistant", "content": row["completion"]}]
-    )
-    return turns
+def _turns(row: RolloutRow) -> Sequence[Message]:
+    return row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
 
 
-def _said(row: RolloutRow) -> Any:
+def _answer(row: RolloutRow) -> str | Sequence[Message]:
+    """Return what the policy answered: a text, or turns to a prompt that is a chat."""
     return row["completion"] if row["messages"] is None else _turns(row)
 
 
-def _demonstration(row: RolloutRow, tools: RolloutRow) -> RolloutRow:
-    known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
+def _demonstration(row: RolloutRow, tools: DataRow) -> DataRow:
+    known: DataRow = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
     if row["messages"] is None:
-        return {"prompt": row["prompt"], "response": _said(row), **known}
-    return {"messages": [*row["messages"], *_said(row)], **tools, **known}
+        return {"prompt": row["prompt"], "response": row["completion"], **known}
+    return {"messages": [*row["messages"], *_turns(row)], **tools, **known}
 
 
-def _pictures(row: RolloutRow, run: Path) -> RolloutRow:
+def _pictures(row: RolloutRow, run: Path) -> DataRow:
     """Return the column "images" of a row that has some."""
-    found: RolloutRow = {}
-    if row.get("images"):
-        from hocket.common.vision import data_url
-        from hocket.observe.vision import image_of
+    if not row.get("images"):
+        return {}
+    from hocket.common.vision import data_url
+    from hocket.observe.vision import image_of
 
-        with reading(run / "images"):
-            found = {"images": [data_url(image_of(one, run).data) for one in row["images"]]}
-    return found
+    with reading(run / "images"):
+        return {"images": [data_url(image_of(image, run).data) for image in row["images"]]}
 
 
 def _write(
-    output: Path, rows: Sequence[RolloutRow], what: str, model: str, command: str, options: str = ""
+    output: Path, rows: Sequence[DataRow], what: str, model: str, command: str, options: str = ""
 ) -> str:
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in rows))
     plain = " data.chat_template=false" if isinstance(rows[0].get("prompt"), str) else ""

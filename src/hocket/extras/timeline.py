@@ -15,7 +15,8 @@ from typing import Any
 
 from hocket.common.files import write_atomically
 from hocket.common.tasks import LISTENERS, Span
-from hocket.observe.rows import TIMELINE, append
+from hocket.formats import TIMELINE, ServerRow, ServersRow, SpanRow, TimelineRow
+from hocket.observe.rows import append
 from hocket.run_part import Joined, RunPart, run_part
 
 TRAINER = "trainer"
@@ -42,7 +43,7 @@ class Timeline(RunPart):
         self,
         run_dir: Path,
         last_step: Callable[[], int],
-        servers: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        servers: Callable[[], Sequence[ServerRow]] = tuple,
         traced: range = range(0),
     ) -> None:
         self._run_dir = run_dir
@@ -58,14 +59,18 @@ class Timeline(RunPart):
         spans = self._spans[:]
         del self._spans[: len(spans)]  # and none that another thread adds meanwhile
         unix = time.time() - time.perf_counter()
-        rows: list[dict[str, Any]] = []
+        rows: list[TimelineRow] = []
         for span in sorted(spans, key=lambda span: span.start):
             if span.name in NAMES:
                 who, name = NAMES[span.name]
-                where = {"step": step, "name": name, "who": who}
-                rows.append(
-                    where | {"start": round(unix + span.start, 6), "end": round(unix + span.end, 6)}
-                )
+                row: SpanRow = {
+                    "step": step,
+                    "name": name,
+                    "who": who,
+                    "start": round(unix + span.start, 6),
+                    "end": round(unix + span.end, 6),
+                }
+                rows.append(row)
         append(self._run_dir / TIMELINE, [*rows, *self._of_servers(step)])
         if step in self._traced:
             self._kept += spans
@@ -75,7 +80,7 @@ class Timeline(RunPart):
         """Append what is known of the servers, within a step."""
         append(self._run_dir / TIMELINE, self._of_servers(self._last_step() + 1))
 
-    def _of_servers(self, step: int) -> list[dict[str, Any]]:
+    def _of_servers(self, step: int) -> list[ServersRow]:
         servers = self._servers()
         return (
             [{"step": step, "time": round(time.time(), 6), "servers": servers}] if servers else []

@@ -1,6 +1,5 @@
 """Print a run's progress: a line per step and, on a terminal, the current activity below it."""
 
-import json
 import math
 import re
 import reprlib
@@ -15,8 +14,9 @@ from rich.markup import escape
 from hocket.common.files import kind_of, numbered
 from hocket.common.redaction import redacted
 from hocket.common.shell import open_streams
+from hocket.formats import ROLLOUTS, EvalValues
 from hocket.observe.metrics import Alarms
-from hocket.observe.rows import read_lines, said
+from hocket.observe.rows import read_rollouts, read_summary, spoken
 
 SHOWN = {  # metric → what a step's line says of it
     "reward/mean": "reward {:.3f}",
@@ -36,6 +36,14 @@ SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
 class Console(AbstractContextManager["Console"]):
+    """Prints what a run of `steps` steps does, for people.
+
+    Example:
+
+        with Console(steps=100) as console:
+            console.step(1, {"reward/mean": 0.5, "time/step": 2.0})  # step 1/100  reward 0.500  2.00 s  3:18 left
+    """
+
     def __init__(self, steps: int, *, stderr: bool = False) -> None:
         open_streams()
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
@@ -73,13 +81,17 @@ class Console(AbstractContextManager["Console"]):
             self.doing(f"step {step}/{self._steps}: {phase}{self._time_left(step - 1)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the line of a finished step and, below it, the metrics that are outside their healthy range."""
         if not metrics:
             return
         if 0 < step < self._first:
             self._start = time.monotonic() - metrics.get("time/step", 0.0)
             self._first = step
-        told = [shape.format(metrics[name]) for name, shape in SHOWN.items() if name in metrics]
-        self.say("  ".join([f"step {step}/{self._steps}", *told]) + self._time_left(step))
+        columns = [f"step {step}/{self._steps}"]
+        for name, shape in SHOWN.items():
+            if name in metrics:
+                columns.append(shape.format(metrics[name]))
+        self.say("  ".join(columns) + self._time_left(step))
         unhealthy = self._alarms.step(metrics)
         for name, text in unhealthy.items():
             if (
@@ -91,19 +103,24 @@ class Console(AbstractContextManager["Console"]):
 
     def finish(self, run_dir: Path) -> None:
         """Print a run's result: evaluation, samples, paths, and how many steps lacked an update."""
-        end = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        end = read_summary(run_dir)
         self.say(
             f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}"
         )
-        if evaluations := [*numbered(run_dir / "rollouts", "eval_*.jsonl").values()]:
+
+        # The held-out evaluation, and some of its greedy answers.
+        evaluations = [*numbered(run_dir / ROLLOUTS, "eval_*.jsonl").values()]
+        if evaluations:
             for line in _held_out(end["before"], end["after"]):
                 self._rich.print(f"[bold]{line}[/bold]")
-            greedy = [row for row in read_lines(evaluations[-1]) if row["id"].endswith("/0")]
+            greedy = [row for row in read_rollouts(evaluations[-1]) if row["id"].endswith("/0")]
             for row in greedy[:NUM_SAMPLES]:
                 reward = row["error"] or f"{row['reward']:g}"
                 self.say(
-                    f"  {row['prompt']!r} → {said(row)!r}  answer {row['answer']!r}  reward {reward}"
+                    f"  {row['prompt']!r} → {spoken(row)!r}  answer {row['answer']!r}  reward {reward}"
                 )
+
+        # Where everything is.
         *_, newest = numbered(run_dir / "weights", "v*").values()
         if (run_dir / "report.html").exists():
             self.say(f"report {run_dir / 'report.html'}")
@@ -119,19 +136,16 @@ class Console(AbstractContextManager["Console"]):
     def _time_left(self, steps_done: int) -> str:
         if not self._first <= steps_done < self._steps:
             return ""
-        left = (
-            (time.monotonic() - self._start)
-            / (steps_done - self._first + 1)
-            * (self._steps - steps_done)
-        )
-        return f"  {int(left // 60)}:{int(left % 60):02d} left"
+        per_step = (time.monotonic() - self._start) / (steps_done - self._first + 1)
+        seconds = per_step * (self._steps - steps_done)
+        return f"  {int(seconds // 60)}:{int(seconds % 60):02d} left"
 
 
 def _broken_pipe() -> None:
     raise  # as everywhere else; rich would exit with status 1
 
 
-def _held_out(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
+def _held_out(before: EvalValues, after: EvalValues) -> Iterator[str]:
     """Yield "held-out accuracy, greedy  0.000 → 0.980 ± 0.009", the standard error; accuracy only of 0 and 1."""
     shares = {before.get("zero_or_one", 1), after.get("zero_or_one")}
     kind = "accuracy" if shares == {1} else "reward"

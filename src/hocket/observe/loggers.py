@@ -1,6 +1,5 @@
 """Bind the loggers of `observe.loggers`, each in a thread of its own: none can slow or stop the run."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 from hocket.common.registry import Registry, need, options_of
 from hocket.config import LoggerSpec
-from hocket.observe.rows import read_text, rows_of
+from hocket.formats import ROLLOUTS, SUMMARY, MetricsRow, RolloutRow
+from hocket.observe.rows import read_summary, scan_rollouts, step_of
 
 LOOK_S = 0.5  # between looks for new steps
 CLOSE_S = 30.0  # at most, until all loggers have all steps
@@ -48,9 +48,11 @@ class Logger(Protocol):
     def table(self, step: int, name: str, rows: Table) -> None:
         """Take rollouts of a step ("rollouts") or its evaluation ("eval/rollouts"), with the columns COLUMNS."""
 
-    def summary(self, values: Mapping[str, Any]) -> None: ...
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Take summary.json of a run that has ended well."""
 
-    def close(self, *, failed: bool) -> None: ...
+    def close(self, *, failed: bool) -> None:
+        """End the run: nothing comes any more."""
 
 
 GIVEN = ("run_dir", "run_id", "config")
@@ -63,7 +65,6 @@ LOGGERS: Registry[Callable[..., Logger]] = Registry(
 )
 logger = LOGGERS.register
 Say = Callable[[str], None]
-Steps = list[dict[str, Any]]
 
 
 def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
@@ -80,12 +81,14 @@ def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
     return makers
 
 
-def started(specs: Sequence[LoggerSpec], steps: Steps, say: Say, **run: Any) -> list["InThread"]:
+def started(
+    specs: Sequence[LoggerSpec], steps: list[MetricsRow], say: Say, **run: Any
+) -> list["InThread"]:
     """Return loggers of a run: its GIVEN, and the list to which it adds its steps. Raise ConfigError as `bound`."""
-    pairs = zip(specs, bound(specs), strict=True)
-    return [
-        InThread(spec, partial(make, **run), steps, run["run_dir"], say) for spec, make in pairs
-    ]
+    threads = []
+    for spec, make in zip(specs, bound(specs), strict=True):
+        threads.append(InThread(spec, partial(make, **run), steps, run["run_dir"], say))
+    return threads
 
 
 def close(loggers: Sequence["InThread"], *, failed: bool) -> None:
@@ -97,20 +100,25 @@ def close(loggers: Sequence["InThread"], *, failed: bool) -> None:
     for one in loggers:
         one.join(max(0.0, deadline - time.monotonic()))
         if one.is_alive():
-            one.tell(
+            one.report(
                 "is not done",
                 f"{len(one.steps) - one.done} steps still wait for it after {CLOSE_S:g} s",
             )
 
 
 class InThread(threading.Thread):
-    """Pass on the steps that a run adds to a list, and the rollouts and the summary that lie in its folder by then.
+    """Passes on the steps that a run adds to a list, and the rollouts and the summary that lie in its folder by then.
 
     Nothing waits for it, but `close`. What the logger fails at is said once.
     """
 
     def __init__(
-        self, spec: LoggerSpec, make: Callable[[], Logger], steps: Steps, run_dir: Path, say: Say
+        self,
+        spec: LoggerSpec,
+        make: Callable[[], Logger],
+        steps: list[MetricsRow],
+        run_dir: Path,
+        say: Say,
     ) -> None:
         super().__init__(name=spec.name, daemon=True)
         self._spec = spec
@@ -118,7 +126,7 @@ class InThread(threading.Thread):
         self.steps = steps
         self._run_dir = run_dir
         self._say = say
-        self._told: set[str] = set()
+        self._reported: set[str] = set()  # what it fails at
         self.done = 0  # steps
         self.failed = False
         self.ended = threading.Event()
@@ -129,20 +137,22 @@ class InThread(threading.Thread):
             one = self._make()
             self._say(f"logger {self.name}: {one.where}")
         except BaseException as error:  # noqa: BLE001 - some end the process
-            return self.tell("can't be used, and the run goes on without it", error)
+            return self.report("can't be used, and the run goes on without it", error)
         for call in self._calls(one):
             try:
                 call()
             except BaseException as error:  # noqa: BLE001 - the same
-                self.tell("could not take a record", error)
+                self.report("could not take a record", error)
 
     def _calls(self, one: Logger) -> Iterator[Callable[[], None]]:
+        """Yield the calls of a logger as the run goes on, the last one after its end."""
         ended = False
         while not ended:
             ended = self.ended.wait(LOOK_S)  # before it looks, so that it sees the last step
             for record in self.steps[self.done :]:
+                step = step_of(record)
                 metrics = {name: value for name, value in record.items() if value is not None}
-                step = metrics.pop("step")
+                del metrics["step"]
                 yield partial(one.metrics, step, metrics)
                 for kind in TABLES:
                     yield partial(self._table, one, step, kind)
@@ -153,26 +163,29 @@ class InThread(threading.Thread):
     def _table(self, one: Logger, step: int, kind: str) -> None:
         if kind == "step" and step % self._spec.rollouts_every and step != 1:
             return
-        path = self._run_dir / "rollouts" / f"{kind}_{step:06d}.jsonl"
-        rows = [
-            [_cell(row[name]) for name in COLUMNS]
-            for row in islice(rows_of(path), self._spec.rollouts)
-        ]
+        path = self._run_dir / ROLLOUTS / f"{kind}_{step:06d}.jsonl"
+        rows = [_cells(row) for row in islice(scan_rollouts(path), self._spec.rollouts)]
         if rows:
             one.table(step, TABLES[kind], rows)
 
     def _summary(self, one: Logger) -> None:
-        text = read_text(self._run_dir / "summary.json")
-        if text:
-            one.summary(json.loads(text))
+        if (self._run_dir / SUMMARY).exists():
+            one.summary(read_summary(self._run_dir))
 
-    def tell(self, what: str, why: object) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def report(self, what: str, why: object) -> None:
+        """Say once what the logger fails at."""
+        if what not in self._reported:
+            self._reported.add(what)
             self._say(f"logger {self.name} {what}: {str(why) or repr(why)}")
 
 
-def _cell(value: Any) -> Any:
+def _cells(row: RolloutRow) -> list[Any]:
+    columns: Mapping[str, object] = row
+    return [_cell(columns[name]) for name in COLUMNS]
+
+
+def _cell(value: object) -> Any:
+    """Return a value as loggers can show it: a number, None, or a text."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
     return value if value is None or isinstance(value, int | float) else str(value)[:MAX_CHARACTERS]

@@ -200,31 +200,36 @@ SUSPICIOUS = {
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute the reward/* and rollout/* metrics of a batch, and those of each of data.sources."""
     metrics = _rollout_metrics(groups)
-    for name, mine in by_source(groups).items():
-        if not name:
-            continue
-        metrics[f"source/{name}/share"] = len(mine) / len(groups)
-        metrics |= {f"source/{name}/{key}": value for key, value in _rollout_metrics(mine).items()}
+    for source, of_source in by_source(groups).items():
+        if source:
+            metrics[f"source/{source}/share"] = len(of_source) / len(groups)
+            for name, value in _rollout_metrics(of_source).items():
+                metrics[f"source/{source}/{name}"] = value
     return metrics
 
 
 def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """Return the groups of each of data.sources; of "" without them."""
-    found = defaultdict[str, list[Group]](list)
+    groups_of = defaultdict[str, list[Group]](list)
     for group in groups:
-        found[group.source].append(group)
-    return found
+        groups_of[group.source].append(group)
+    return groups_of
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     values = defaultdict[str, list[float]](list)  # of which the metrics are means
-    lengths = list[float]()  # of the scored rollouts, less their group's mean, as their rewards are
-    rewards = list[float]()
-    told = defaultdict[str, list[float]](list)  # by environments
+    of_environments = defaultdict[str, list[float]](list)
+    lengths: list[
+        float
+    ] = []  # of the scored rollouts, less their group's mean, as their rewards are
+    rewards: list[float] = []
     best = max((score.total for group in groups for _, score in group.scored), default=0.0)
     for group in groups:
         texts = Counter(rollout.text for rollout in group.rollouts)
+
+        # Each rollout, with a score or not.
         for rollout in group.rollouts:
             values["rollout/length_mean"].append(rollout.num_sampled)
             if rollout.finish_reason == "stop":
@@ -236,12 +241,14 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             )
             values["rollout/sequences_mean"].append(len(rollout.sequences))
             for name, value in rollout.metrics.items():
-                told[name].append(value)
-            for message in chain.from_iterable(one.dialogue for one in rollout.sequences):
-                if message.get("role") == "tool":
-                    values["rollout/tool_errors"].append(
-                        str(message.get("content")).startswith("error: ")
-                    )
+                of_environments[name].append(value)
+            for sequence in rollout.sequences:
+                for message in sequence.dialogue:
+                    if message.get("role") == "tool":
+                        is_error = str(message.get("content")).startswith("error: ")
+                        values["rollout/tool_errors"].append(is_error)
+
+        # Each rollout with a score.
         scored = group.scored
         worse = sum(texts[rollout.text] > 1 and score.total < best for rollout, score in scored)
         values["rollout/alike"] += [1.0] * worse + [0.0] * (len(group.rollouts) - worse)
@@ -253,19 +260,25 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         rewards += _centred([score.total for _, score in scored])
     if not values:
         return {}
+
+    # What is 1 for every rollout says nothing.
     for name in ("rollout/turns_mean", "rollout/sequences_mean"):
         if max(values[name]) <= 1:
             del values[name]
-    metrics = {name: statistics.fmean(of) for name, of in {**told, **values}.items()}
+    metrics = {}
+    for name, numbers in (of_environments | values).items():
+        metrics[name] = statistics.fmean(numbers)
     metrics["rollout/tokens"] = float(sum(values["rollout/length_mean"]))
     metrics["rollout/reward_errors"] = 1 - len(rewards) / len(values["rollout/length_mean"])
     if rewards:
         metrics["reward/std"] = statistics.pstdev(values["reward/mean"])
-    if all(
-        max(map(abs, some), default=0.0) > 1e-6 for some in (lengths, rewards)
-    ):  # neither is constant
+    if _varies(lengths) and _varies(rewards):
         metrics["rollout/length_reward"] = statistics.correlation(lengths, rewards)
     return metrics
+
+
+def _varies(centred: Sequence[float]) -> bool:
+    return max(map(abs, centred), default=0.0) > 1e-6
 
 
 def _centred(values: Sequence[float]) -> list[float]:
@@ -275,21 +288,22 @@ def _centred(values: Sequence[float]) -> list[float]:
 
 def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> dict[str, float]:
     """Return the staleness/* metrics of a step; `version`: the newest published one, `bound`: max_staleness."""
-    played = [
-        [s for s in rollout.sequences if s.turns] for group in groups for rollout in group.rollouts
-    ]
-    ages = [version - min(s.version_min for s in sequences) for sequences in played if sequences]
+    ages: list[int] = []  # of each rollout the oldest tokens'
+    for group in groups:
+        for rollout in group.rollouts:
+            versions = [sequence.version_min for sequence in rollout.sequences if sequence.turns]
+            if versions:
+                ages.append(version - min(versions))
     if not ages:
         return {}
-    return {
+    metrics = {
         "staleness/mean": statistics.fmean(ages),
         "staleness/max": float(max(ages)),
         "staleness/over_bound": sum(age > bound for age in ages) / len(ages),
-        **{
-            f"staleness/share_{age}": count / len(ages)
-            for age, count in sorted(Counter(ages).items())
-        },
     }
+    for age, count in sorted(Counter(ages).items()):
+        metrics[f"staleness/share_{age}"] = count / len(ages)
+    return metrics
 
 
 def over_updates(
@@ -312,6 +326,8 @@ def over_updates(
             metrics[name] = values[0]
         else:
             metrics[name] = _finite_mean(values)
+
+    # What can be computed only from the means and sums.
     if "train/importance_square" in metrics:
         metrics["train/ess"] = metrics["train/importance_mean"] ** 2 / metrics.pop(
             "train/importance_square"
@@ -331,6 +347,7 @@ def _finite_mean(values: Sequence[float], weights: Sequence[float] | None = None
 
 
 def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Compute the rates of a step from its metrics: tokens per second, and shares of its time."""
     seconds = metrics["time/step"]
     wait = metrics["time/reward"]
     rates = {
@@ -346,13 +363,15 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a sentence for each metric that is outside its healthy range, as NaN is, by name."""
-    found = {}
+    sentences = {}
     age = metrics.get("staleness/max")
     for metric in known_metrics():
-        name, _, low, high, *_ = metric
-        if name not in metrics or (
-            age and name in ON_POLICY
-        ):  # of stale rollouts: how far the policy moved
+        name = metric.name
+        low = metric.low
+        high = metric.high
+        if name not in metrics:
+            continue
+        if age and name in ON_POLICY:  # of stale rollouts it says how far the policy moved
             continue
         value = metrics[name]
         if high is not None and name in ON_POLICY and age == 0:
@@ -363,8 +382,8 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
         if low is not None and not value >= low:
             bound = f"< {low:g}"
         if bound:
-            found[name] = _sentence(metric, value, bound)
-    return found
+            sentences[name] = _sentence(metric, value, bound)
+    return sentences
 
 
 class Alarms:
@@ -398,11 +417,16 @@ def _sentence(metric: Metric, value: float, bound: str) -> str:
 
 
 def reference() -> str:
+    """Return the table of all metrics, for docs/metrics.md."""
     rows = []
-    for name, meaning, low, high, advice, change in known_metrics():
-        bounds = [
-            f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None
-        ]
-        healthy = " ".join([*bounds, *([change] if change else [])])
-        rows.append((f"`{name}`", meaning.replace("|", "\\|"), healthy, advice))
+    for metric in known_metrics():
+        healthy = []
+        if metric.low is not None:
+            healthy.append(f"≥ {metric.low:g}")
+        if metric.high is not None:
+            healthy.append(f"≤ {metric.high:g}")
+        if metric.change:
+            healthy.append(metric.change)
+        meaning = metric.meaning.replace("|", "\\|")
+        rows.append((f"`{metric.name}`", meaning, " ".join(healthy), metric.advice))
     return markdown_table(("metric", "what it is", "healthy", "otherwise"), rows)

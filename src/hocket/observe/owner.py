@@ -13,7 +13,8 @@ from filelock import FileLock, Timeout
 
 from hocket.common.files import write_atomically
 from hocket.errors import ConfigError
-from hocket.observe.rows import read_text
+from hocket.formats import OWNER, Owner
+from hocket.observe.rows import read_text, with_format
 
 LOCK = "owner.lock"
 PATIENCE_S = 60.0  # that a resumed run waits for the end of the one before
@@ -28,10 +29,14 @@ def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator
     """
     lock = FileLock(run_dir / LOCK)
     _acquire(lock, run_dir, say, patience_s=PATIENCE_S if wait else 0.0)
-    named = run_dir / "owner.json"
+    named = run_dir / OWNER
     try:
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
-        write_atomically(named, json.dumps(owner))
+        owner: Owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%F %T"),
+        }
+        write_atomically(named, json.dumps(with_format(owner)))
         yield
     finally:
         named.unlink(missing_ok=True)
@@ -69,7 +74,7 @@ def _acquire(lock: FileLock, run_dir: Path, say: Callable[[str], None], patience
 
 def _owner_of(run_dir: Path) -> str:
     try:
-        owner = json.loads(read_text(run_dir / "owner.json"))
+        owner: Owner = json.loads(read_text(run_dir / OWNER))  # a newer one is as good
         return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
     except (
         OSError,

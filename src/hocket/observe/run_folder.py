@@ -18,21 +18,33 @@ from hocket.common.files import flush, write_atomically
 from hocket.common.registry import Plugin, Registry, load_plugins
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
-from hocket.observe import loggers
-from hocket.observe.rows import (
+from hocket.formats import (
     GROWING,
     LEDGER,
     METRICS,
+    PLUGINS,
+    ROLLOUTS,
+    SUMMARY,
     TRAINED,
+    EvalValues,
+    LedgerRow,
+    MetricsRow,
+    PluginRow,
+    Summary,
+)
+from hocket.observe import loggers
+from hocket.observe.rows import (
     append,
-    read_lines,
+    read_metrics,
     read_text,
     reading,
+    step_of,
+    with_format,
+    without_format,
     write_rollouts,
 )
 from hocket.types import Group
 
-PLUGINS = "plugins.json"
 COPIES = "plugins"  # folder
 REPORTS: Registry[Callable[[Path], None]] = Registry("report", page="hocket.extras.page.page")
 report = REPORTS.register
@@ -49,20 +61,35 @@ Example: a plugin that says which step had the highest reward.
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
-    """Keep the files of one run, in a folder that is its own (observe/owner.py)."""
+    """The files of one run, in a folder that is its own (observe/owner.py).
+
+    Example:
+
+        with RunFolder(config) as folder:
+            folder.finish(1, {"reward/mean": 0.5})
+            folder.summary(final_version=1)
+    """
 
     def __init__(self, config: Config, say: Callable[[str], None] = print) -> None:
         self.path = config.run_dir
         self._say = say
         self._seed = config.trainer.seed
-        self._added: loggers.Steps = []  # of history, what this process has finished: loggers take it
-        given = {"run_dir": self.path, "run_id": trainer_id(self.path), "config": config.as_dict()}
-        self._loggers = loggers.started(config.observe.loggers, self._added, say, **given)
-        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+        self._added: list[
+            MetricsRow
+        ] = []  # of history, what this process has finished: loggers take it
+        self._loggers = loggers.started(
+            config.observe.loggers,
+            self._added,
+            say,
+            run_dir=self.path,
+            run_id=trainer_id(self.path),
+            config=config.as_dict(),
+        )
+        (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.to_yaml(config.as_dict()))
         for name in GROWING:
             (self.path / name).touch()
-        self.history = list[dict[str, Any]]()  # one record per finished step
+        self.history: list[MetricsRow] = []  # one record per finished step
         self.changed_plugins = keep_plugins(
             self.path, load_plugins(config.plugins)
         )  # since the run before
@@ -75,16 +102,19 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     @property
     def last_step(self) -> int:
-        return int(self.history[-1]["step"]) if self.history else -1
+        return step_of(self.history[-1]) if self.history else -1
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step to metrics.jsonl (null: not finite)."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.history.append({"step": step, **finite})
-        append(self.path / METRICS, self.history[-1:])
-        self._added.append(self.history[-1])
+        row: MetricsRow = {"step": step}
+        for name, value in metrics.items():
+            row[name] = value if math.isfinite(value) else None
+        self.history.append(row)
+        append(self.path / METRICS, [row])
+        self._added.append(row)
 
-    def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
+    def ledger(self, step: int, entries: Iterable[LedgerRow]) -> None:
+        """Append what became of prompts in a step to ledger.jsonl."""
         append(self.path / LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
@@ -93,28 +123,31 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             write_rollouts(self.path, name, groups)
 
     def skipped(self, step: int) -> Path:
+        """Return the file that keeps the batch of a step that was not finite."""
         return self.path / "skipped" / f"step_{step:06d}.json"
 
     def summary(
         self, *, final_version: int, more: Iterable[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
         """Write summary.json, which has `more` too, and the reports; return the summary."""
-        first, *others = [_evaluation(record) for record in self.history]
-        values = {
+        first, *later = map(_evaluation, self.history)
+        measured = [evaluation for evaluation in later if evaluation]
+        summary: Summary = {
             "before": first,
-            "after": next(filter(None, reversed(others)), {}),
+            "after": measured[-1] if measured else {},
             "steps": self.last_step,
-            "updated": sum(map(_updated, self.history)),  # steps
-            "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
+            "updated": sum(map(_updated, self.history)),
+            "train_seconds": math.fsum(row.get("time/step") or 0.0 for row in self.history),
             "seed": self._seed,
             "final_version": final_version,
             "plugins": kept_plugins(self.path),
         }
-        for one in more:
-            values |= one
-        write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
+        content: dict[str, Any] = {**summary}
+        for entries in more:
+            content |= entries
+        write_atomically(self.path / SUMMARY, json.dumps(with_format(content), indent=1) + "\n")
         self._report()
-        return values
+        return content
 
     def _report(self) -> None:
         """Write the reports; one that fails is said, as the run has ended, and its own error is the one to raise."""
@@ -145,15 +178,13 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
                 )
             os.truncate(path, size)
         with reading(self.path / METRICS):
-            self.history[:] = sorted(
-                read_lines(self.path / METRICS), key=lambda row: int(row["step"])
-            )
-        (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
-        for file in (*self.path.glob("rollouts/*"), *self.path.glob(f"{TRAINED}/*")):
-            made = re.fullmatch(
-                r"(?:step|eval)_(\d+)\.jsonl", file.name
-            )  # another file is the user's
-            if made and int(made[1]) > state["step"]:
+            self.history[:] = sorted(read_metrics(self.path), key=step_of)
+        (self.path / SUMMARY).unlink(missing_ok=True)  # the run continues past that end
+
+        # Rollouts of later steps; a file with another name is the user's.
+        for file in (*self.path.glob(f"{ROLLOUTS}/*"), *self.path.glob(f"{TRAINED}/*")):
+            match = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)
+            if match and int(match[1]) > state["step"]:
                 file.unlink()
 
 
@@ -163,7 +194,7 @@ def keep_plugins(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
     config.yaml names their functions, these say what they are.
     """
     before = {row["path"]: row for row in kept_plugins(run_dir)}
-    rows = []
+    rows: list[PluginRow] = []
     changes = []
     for plugin in plugins:
         copy = f"{COPIES}/{Path(plugin.path).stem}-{plugin.sha256[:8]}.py"
@@ -180,21 +211,28 @@ def keep_plugins(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
                 f"plugin {plugin.path} {hashes}; the one before: {run_dir / old['copy']}"
             )
     if rows != list(before.values()):
-        write_atomically(run_dir / PLUGINS, json.dumps(rows, indent=1) + "\n")
+        write_atomically(
+            run_dir / PLUGINS, json.dumps([with_format(row) for row in rows], indent=1) + "\n"
+        )
     return changes
 
 
-def kept_plugins(run_dir: Path) -> list[dict[str, Any]]:
-    with reading(run_dir / PLUGINS):
-        rows = json.loads(read_text(run_dir / PLUGINS) or "[]")
-        return [{key: row[key] for key in ("path", "sha256", "registers", "copy")} for row in rows]
-
-
-def plugin_texts(run_dir: Path) -> list[dict[str, Any]]:
-    return [
-        {**row, "text": (run_dir / row["copy"]).read_text(encoding="utf-8")}
-        for row in kept_plugins(run_dir)
-    ]
+def kept_plugins(run_dir: Path) -> list[PluginRow]:
+    """Read plugins.json; none where it is missing. Raise DataError where it is damaged."""
+    path = run_dir / PLUGINS
+    plugins: list[PluginRow] = []
+    with reading(path):
+        for content in json.loads(read_text(path) or "[]"):
+            row = without_format(content, path)
+            plugins.append(
+                {
+                    "path": row["path"],
+                    "sha256": row["sha256"],
+                    "registers": row["registers"],
+                    "copy": row["copy"],
+                }
+            )
+    return plugins
 
 
 def trainer_id(run_dir: Path) -> str:
@@ -202,27 +240,26 @@ def trainer_id(run_dir: Path) -> str:
     path = run_dir / "trainer_id"
     if not path.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
-        made = path.with_name(f".{secrets.token_hex(8)}")
-        made.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
+        partial = path.with_name(f".{secrets.token_hex(8)}")
+        partial.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
         with contextlib.suppress(FileExistsError):  # another rank was faster
-            os.link(made, path)
-        made.unlink()
-    found = read_text(path)
-    if not re.fullmatch(".+-[0-9a-f]{8}", found):
+            os.link(partial, path)
+        partial.unlink()
+    text = read_text(path)
+    if not re.fullmatch(".+-[0-9a-f]{8}", text):
         raise DataError(f"{path} is damaged: remove it, and servers take this run for a new one")
-    return found
+    return text
 
 
-def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation(row: MetricsRow) -> EvalValues:
     """Return the eval/* metrics of a step: {"greedy": 0.5, ...}."""
     return {
-        name.removeprefix("eval/"): value
-        for name, value in record.items()
-        if name.startswith("eval/")
+        name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")
     }
 
 
-def _updated(step: Mapping[str, float]) -> bool:
+def _updated(step: MetricsRow) -> bool:
+    """Say whether a step changed the weights."""
     return (
         "time/train" in step and step.get("train/updates") != 0 and step.get("train/skipped") != 1
     )

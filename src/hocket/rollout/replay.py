@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hocket.common.files import numbered
 from hocket.errors import DataError
+from hocket.formats import ROLLOUTS
 from hocket.observe.metrics import rollout_metrics
 from hocket.observe.rows import DAMAGED, groups_of
 from hocket.rollout.collect import Batch
@@ -14,7 +15,7 @@ class Replay:
     """Gives the recorded batches of an earlier run, to train without a server."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "rollouts"
+        self._folder = run_dir / ROLLOUTS
 
     def begin_early(self, step: int) -> None:
         """Generate nothing."""
@@ -25,7 +26,7 @@ class Replay:
         path = self._folder / f"step_{step:06d}.jsonl"
         try:
             with path.open(encoding="utf-8") as lines:
-                groups = groups_of(lines, self._folder.parent)
+                groups = groups_of(lines, path)
             if not groups:
                 raise ValueError("it is empty")
         except (OSError, *DAMAGED) as error:

@@ -21,7 +21,8 @@ from hocket.common.tasks import note
 from hocket.config import Config
 from hocket.data.template import DAY
 from hocket.errors import ConfigError, TrainerError, remedy
-from hocket.observe.rows import DAMAGED, GROWING, METRICS, read_lines, reading
+from hocket.formats import GROWING, METRICS, PLUGINS, ROLLOUTS, SUMMARY, TRAINED
+from hocket.observe.rows import DAMAGED, read_metrics, reading, step_of
 from hocket.protocol import TensorSpec, manifest
 from hocket.protocol.manifest import COMPLETE_FILE
 
@@ -34,9 +35,9 @@ _STAGES = ("sft", "rm", "dpo")  # parts of their checkpoints, too
 _SIZES = (f"{command}.batch_size." for command in _STAGES)
 # Settings that a resumed run keeps.
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "dpo.reference.", *_SIZES)
-_LOGS = ("trace.json", "tensorboard", "wandb", "skipped", "trained")
-_FILES = (*GROWING, *_LOGS, "summary.json", "report.html", "plugins", "plugins.json")
-_OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
+_LOGS = ("trace.json", "tensorboard", "wandb", "skipped", TRAINED)
+_FILES = (*GROWING, *_LOGS, SUMMARY, "report.html", "plugins", PLUGINS)
+_OF_A_RUN = (*_FILES, ROLLOUTS, "weights", "deltas", "best", FOLDER)
 _NUMBER = "[0-9]" * 6
 _ROLLOUTS = (f"rollouts/step_{_NUMBER}.jsonl", f"rollouts/eval_{_NUMBER}.jsonl")
 _OF_A_START = (
@@ -138,9 +139,9 @@ def find(
 def refuse_taken(run_dir: Path, *, resume: bool) -> int:
     """Count the steps of the run in a folder; raise ConfigError for any, but to `resume`."""
     with reading(run_dir / METRICS):
-        rows = read_lines(run_dir / METRICS)
+        rows = read_metrics(run_dir)
         kept = numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE)
-        steps: int = max([0, *kept, *(row["step"] for row in rows)])
+        steps: int = max([0, *kept, *map(step_of, rows)])
     if steps and not resume:
         advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
         if not kept:
@@ -263,18 +264,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             )
         return {"time/checkpoint": note("time/checkpoint", start)}
 
-    def complete(self, step: int, metrics: Mapping[str, float]) -> None:
+    def complete(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Make a checkpoint of what `copy` took, metrics, and the state of all parts."""
         if self._writing.done():
             self._writing.result()
         self._raise_passed()
         if self._copied is None:
             return
+        known = {name: value for name, value in metrics.items() if value is not None}
         state = {
             "step": step,
             "config": self._config.as_dict(),
             "day": str(DAY),
-            "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
+            "metrics": {name: value for name, value in known.items() if math.isfinite(value)},
             "trainer": self._copied,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }

@@ -6,13 +6,13 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hocket.common.files import write_atomically
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
+from hocket.formats import FORMAT, KeptSample
 from hocket.trainer.choices import RECOMPUTATIONS
 from hocket.trainer.step import Update
 from hocket.types import TrainSample
@@ -56,22 +56,26 @@ def keep_batch(
     """Write the samples as JSON (with NaN), one per line; remove the oldest such files."""
     lines = ",\n".join(json.dumps(_row(sample, decode), ensure_ascii=False) for sample in samples)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, f'{{"not_finite": {json.dumps(fault)},\n"samples": [\n{lines}\n]}}\n')
+    head = f'"format": {FORMAT},\n"not_finite": {json.dumps(fault)}'
+    write_atomically(path, f'{{{head},\n"samples": [\n{lines}\n]}}\n')
     for old in sorted(path.parent.glob(f"*{path.suffix}"))[:-MAX_KEPT]:
         old.unlink()
 
 
-def _row(sample: TrainSample, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def _row(sample: TrainSample, decode: Callable[[list[int]], str]) -> dict[str, object]:
     sequence = sample.sequence
     token_ids = list(sequence.token_ids)
-    return {
+    row: KeptSample = {
         "id": sample.id,
         "text": decode(token_ids),
         "token_ids": token_ids,
         "mask": list(map(int, sequence.mask)),
-        **{name: list(values) for name, values in sample.numbers.items()},
+        "rollout_logprobs": list(sequence.logprobs),
+        "advantages": list(sample.advantages),
         "version_min": sequence.version_min,
     }
+    columns = {name: list(values) for name, values in sample.columns.items()}
+    return {**row, **columns}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

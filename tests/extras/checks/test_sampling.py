@@ -131,7 +131,7 @@ async def test_the_lot_counts_where_trained_samples_are_biased(fair: bool, stale
     metrics = await check.rolled_out([*prompts(8), [rollout(9, version=one, id_="step 1/8/0") for one in stale]], True)
     assert {sample.sequence.version_min for sample in world.asked} <= {3}
     assert metrics["sampling/logprob_gap"] == pytest.approx(2e-6)
-    assert metrics.get("sync/max_gap") == (None if stale else 3e-5)
+    assert check.max_gap() == (math.inf if stale else 3e-5)
     assert metrics["time/check"] > 0
     assert check.trained(UNBIASED)["sampling/surprise"] == counted
 
@@ -250,7 +250,9 @@ async def test_a_gap_beyond_the_bound_fails_before_anything_is_trained(gap: floa
     with pytest.raises(SyncError, match=r"mean \|Δ log-prob\| .* is more than 3e-05 .*Nothing was trained on them"):
         await world.check().rolled_out([[rollout(5)]], False)
     world.stops = False
-    assert (await world.check().rolled_out([[rollout(5)]], False))["sync/max_gap"] == 3e-5
+    check = world.check()
+    await check.rolled_out([[rollout(5)]], False)
+    assert check.max_gap() == 3e-5
     assert len(world.failed) == 2
 
 

@@ -52,6 +52,7 @@ class SamplingCheck(RunPart):
     claim: Callable[[TokenSequence], str] = lambda sequence: (
         ""
     )  # what is wrong in what a server says of its tokens
+    _max_gap: float = math.inf  # of the rollouts that it took last
     _lot: Metrics = dataclasses.field(
         default_factory=dict
     )  # counts in place of what training finds
@@ -60,12 +61,15 @@ class SamplingCheck(RunPart):
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
         """Return sampling/* of each prompt's rollouts, before a step that `trains` on some.
 
-        None: of an evaluation, whose rollouts are all compared. With sync/max_gap where none is stale. Raise SyncError,
-        or warn, where they fail.
+        None: of an evaluation, whose rollouts are all compared. Raise SyncError, or warn, where they fail.
         """
         if trains is None:
             return await self._evaluated(groups)
         return await self._checked(groups, trains)
+
+    def max_gap(self) -> float:
+        """Return what rounding explains; inf where a rollout is stale."""
+        return self._max_gap
 
     async def _evaluated(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
         """Check an evaluation's rollouts whose log-probs are of training's temperature; of greedy tokens they are of 1.
@@ -116,8 +120,7 @@ class SamplingCheck(RunPart):
                 )
             metrics |= await run_in_thread(equal_pairs, groups)
             self._certain = await run_in_thread(certain_odds, answers)
-            if fresh:
-                metrics["sync/max_gap"] = bound
+            self._max_gap = bound if fresh else math.inf
             samples = as_samples(one for one in compared if one.version_min == newest)
             drawn: Metrics = {}
             if samples:

@@ -21,9 +21,9 @@ from typing import Any
 from hocket.common.files import write_atomically
 from hocket.config.sections import leaves
 from hocket.errors import ConfigError
-from hocket.extras.page.reader import JsonRows, RunReader
+from hocket.extras.page.reader import PageRow, RunReader
 from hocket.observe.metrics import PHASES, known_metrics
-from hocket.observe.rows import config_of, reading, said
+from hocket.observe.rows import config_of, reading, spoken
 from hocket.observe.run_folder import report
 
 NUM_SAMPLES = 24  # steps of which a report has rollouts
@@ -112,7 +112,7 @@ def _as_yaml(value: Any) -> str:
 
 def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
     """Return rollouts for a page without a server: the newest step's, and evenly of earlier ones the most telling."""
-    rows: dict[str, JsonRows] = {}
+    rows: dict[str, list[dict[str, object]]] = {}
     left = MAX_TOKENS
     for step in steps[:: -max(1, math.ceil(len(steps) / NUM_SAMPLES))]:
         name = f"step_{step:06d}"
@@ -126,19 +126,20 @@ def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
     return {"rows": rows, "rollouts": {"step": sorted(int(name[5:]) for name in rows), "eval": []}}
 
 
-def _most_telling(rows: JsonRows) -> str:
-    rewards: dict[str, set[float]] = {}
+def _most_telling(rows: Sequence[PageRow]) -> str:
+    rewards: dict[str, set[float | None]] = {}
     for row in rows:
         rewards.setdefault(row["group_id"], set()).add(row["reward"])
     return max(rewards, key=lambda group: len(rewards[group]), default="")
 
 
-def _short(row: Mapping[str, Any]) -> dict[str, Any]:
-    told = {**row, "completion": said(row)}
-    return {name: _cut(value) for name, value in told.items() if name not in LONG}
+def _short(row: PageRow) -> dict[str, object]:
+    """Return a row for a report: the whole episode as its completion, without long columns and texts."""
+    columns: dict[str, object] = {**row, "completion": spoken(row)}
+    return {name: _cut(value) for name, value in columns.items() if name not in LONG}
 
 
-def _cut(value: Any) -> Any:
+def _cut(value: object) -> object:
     if not isinstance(value, str) or len(value) <= MAX_CHARACTERS:
         return value
     return f"{value[:MAX_CHARACTERS]} … ({len(value) - MAX_CHARACTERS} more characters)"

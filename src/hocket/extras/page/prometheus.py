@@ -7,8 +7,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from hocket.extras.page.reader import RunReader
+from hocket.formats import METRICS
 from hocket.observe.metrics import alarms
-from hocket.observe.rows import METRICS
 
 
 def text(runs: Sequence[RunReader]) -> bytes:
@@ -40,9 +40,9 @@ class _Gauges(Collector):
             for key in alarms(run.newest) | run.unhealthy:
                 alarm.add_metric([name, key], 1)
             for url, known in run.servers.items():
-                for key, value in known.items():
-                    if isinstance(value, int | float):
-                        server.add_metric([name, url, key], value)
+                for key, number in known.items():
+                    if isinstance(number, int | float):
+                        server.add_metric([name, url, key], number)
             if run.newest:
                 seen.add_metric([name], (run.folder / METRICS).stat().st_mtime)
         return metric, alarm, server, seen

@@ -11,27 +11,65 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict, cast
 
 from hocket.common.files import numbered
+from hocket.formats import (
+    METRICS,
+    ROLLOUTS,
+    SUMMARY,
+    TIMELINE,
+    TRAINED,
+    MetricsRow,
+    PluginRow,
+    RolloutRow,
+    ServerRow,
+    SpanRow,
+    TimelineRow,
+)
 from hocket.observe.metrics import Alarms
 from hocket.observe.owner import LOCK
 from hocket.observe.rows import (
-    METRICS,
-    TIMELINE,
-    TRAINED,
     config_of,
     parsed,
+    read_summary,
     read_text,
     reading,
-    rows_of,
+    scan_rollouts,
+    scan_trained,
 )
-from hocket.observe.run_folder import plugin_texts
+from hocket.observe.run_folder import kept_plugins
 
 NUM_PHASES = 100  # newest ones that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
 _NAME = re.compile(r"(step|eval)_(\d+)")  # of a file of rollouts
-JsonRows = list[dict[str, Any]]
+
+
+class PageRow(RolloutRow):
+    """A rollout as the page gets it: with what training made of it. Without tokens it lacks the lists of numbers."""
+
+    advantage: NotRequired[float]
+    advantages: NotRequired[Sequence[float]]
+    trainer: NotRequired[list[float]]
+    entropy: NotRequired[list[float]]
+    texts: NotRequired[list[str] | None]  # of each token
+    pictures: NotRequired[dict[str, str]]  # of all rows, in the first: file → data URL
+
+
+class Alarm(TypedDict):
+    count: int  # steps with it
+    last: int  # step
+    text: str
+
+
+class PageServer(ServerRow):
+    """A server as the page gets it."""
+
+    changes: list[list[int | bool]]  # steps in which it went up or down
+
+
+class PluginText(PluginRow):
+    text: str  # of its copy
 
 
 class ResumedError(Exception):
@@ -46,7 +84,7 @@ class Tail:
         self._at = 0  # bytes that were read
         self._last = b""  # the line before them
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[Any]:
         with self.path.open("rb") if self.path.exists() else BytesIO() as file:
             file.seek(self._at - len(self._last))
             if file.read(len(self._last)) != self._last:
@@ -55,7 +93,9 @@ class Tail:
                 if line.endswith(b"\n"):  # else it is being written
                     self._last = line
                     self._at += len(line)
-                    yield from parsed(line.decode(errors="replace"))
+                    row = parsed(line.decode(errors="replace"), self.path)
+                    if row is not None:
+                        yield row
 
 
 class RunReader:
@@ -74,11 +114,11 @@ class RunReader:
             name: array("d") for name in ("step", *TOTALS)
         }  # and of metrics: NaN where a step has none
         self.newest: dict[str, float] = {}  # of each metric the newest value
-        self.alarms: dict[str, dict[str, Any]] = {}  # by metric
+        self.alarms: dict[str, Alarm] = {}  # by metric
         self.unhealthy: dict[str, str] = {}  # in the newest step
         self._alarms = Alarms()
-        self.servers: dict[str, dict[str, Any]] = {}  # by URL
-        self._phases: deque[Mapping[str, Any]] = deque(maxlen=NUM_PHASES)
+        self.servers: dict[str, PageServer] = {}  # by URL
+        self._phases: deque[SpanRow] = deque(maxlen=NUM_PHASES)
 
     @property
     def last_step(self) -> int:
@@ -87,15 +127,17 @@ class RunReader:
     def look(self) -> None:
         """Read what has come. Raise DataError for what no run writes; the next look goes on behind it."""
         try:
-            for tail, take in ((self._metrics, self._add), (self._timeline, self._note)):
-                with reading(tail.path):
-                    for row in tail.rows():
-                        take(row)
+            with reading(self._metrics.path):
+                for row in self._metrics.rows():
+                    self._add(row)
+            with reading(self._timeline.path):
+                for row in self._timeline.rows():
+                    self._note(row)
         except ResumedError:
             self._restart()
             self.look()
 
-    def _add(self, row: Mapping[str, Any]) -> None:
+    def _add(self, row: MetricsRow) -> None:
         if not isinstance(row.get("step"), int):
             return
         values = {name: math.nan if value is None else float(value) for name, value in row.items()}
@@ -106,53 +148,66 @@ class RunReader:
         self.newest |= values
         self.unhealthy = self._alarms.step(values)
         for name, text in self.unhealthy.items():
-            count = self.alarms.get(name, {"count": 0})["count"]
+            count = self.alarms[name]["count"] if name in self.alarms else 0
             self.alarms[name] = {"count": count + 1, "last": self.last_step, "text": text}
         missing = array("d", [math.nan]) * len(self._columns["step"])
         for name in self._columns.keys() | values.keys():
             self._columns.setdefault(name, missing[:]).append(values.get(name, math.nan))
 
-    def _note(self, row: Mapping[str, Any]) -> None:
+    def _note(self, row: TimelineRow) -> None:
         """Keep a phase, or what is known of the servers, and when one was lost or came back."""
         if "servers" not in row:
             self._phases.append(row)
-        for server in row.get("servers", ()):
-            known = self.servers.setdefault(server["url"], {"changes": []})
-            if known.get("up") != server["up"]:
+            return
+        for server in row["servers"]:
+            known: PageServer = {"changes": [], **server}
+            before = self.servers.get(server["url"])
+            if before:
+                known = {**before, **server}  # its load stays that of its last answer
+            if before is None or before["up"] != server["up"]:
                 known["changes"].append([row["step"], server["up"]])
-            known |= server
+            self.servers[server["url"]] = known
 
-    def rollouts(self, name: str, group: str = "", *, tokens: bool = False) -> JsonRows:
+    def rollouts(self, name: str, group: str = "", *, tokens: bool = False) -> list[PageRow]:
         """Return those of a step, or of a prompt, with what training made of them; none if there is no such step.
 
         With `tokens`, also the tokens of their last sequences, their texts and numbers; the first has the pictures.
         """
         if not _NAME.fullmatch(name):
             return []
-        trained = {
-            row["id"]: row
-            for row in rows_of(self.folder / TRAINED / f"{name}.jsonl", tokens=tokens)
-        }
+        path = self.folder / TRAINED / f"{name}.jsonl"
+        trained = {row["id"]: row for row in scan_trained(path, tokens=tokens)}
         mark = json.dumps(group, ensure_ascii=False).encode() if group else b""
-        rows = rows_of(self.folder / "rollouts" / f"{name}.jsonl", mark, tokens=tokens)
-        found = [row | trained.get(row["id"], {}) for row in rows if group in ("", row["group_id"])]
-        for row in found if tokens else ():
-            row["texts"] = pieces(_tokenizer(self.folder), row["token_ids"])
-        if files := dict.fromkeys(
-            image["file"] for row in found if tokens for image in row.get("images", ())
-        ):
-            from hocket.observe.vision import shown
+        rows: list[PageRow] = []
+        for row in scan_rollouts(self.folder / ROLLOUTS / f"{name}.jsonl", mark, tokens=tokens):
+            if group in ("", row["group_id"]):
+                made: Mapping[str, object] = trained.get(row["id"], {})
+                rows.append(cast(PageRow, {**row, **made}))
+        if not tokens:
+            return rows
 
-            found[0]["pictures"] = shown(self.folder, files)
-        return found
+        # The texts of tokens, and the pictures of all rows.
+        files: dict[str, None] = {}
+        for shown in rows:
+            shown["texts"] = pieces(_tokenizer(self.folder), shown["token_ids"])
+            files |= dict.fromkeys(image["file"] for image in shown.get("images", ()))
+        if files:
+            from hocket.extras.page.vision import small_pictures
+
+            rows[0]["pictures"] = small_pictures(self.folder, files)
+        return rows
 
     def data(self) -> dict[str, Any]:
         """Return all that a page shows at first; of rollouts the steps that have some, of training and evaluations."""
-        rollouts = self.folder / "rollouts"
+        rollouts = self.folder / ROLLOUTS
+        plugins: list[PluginText] = []
+        for row in kept_plugins(self.folder):
+            text = (self.folder / row["copy"]).read_text(encoding="utf-8")
+            plugins.append({**row, "text": text})
         return self.news(-1) | {
             "name": self.folder.resolve().name,
             "config": read_text(self.folder / "config.yaml"),
-            "plugins": plugin_texts(self.folder),
+            "plugins": plugins,
             "rollouts": {
                 kind: [*numbered(rollouts, f"{kind}_*.jsonl")] for kind in ("step", "eval")
             },
@@ -160,8 +215,7 @@ class RunReader:
 
     def news(self, step: int) -> dict[str, Any]:
         """Return what a page shows of the run as a whole, and the curves after `step`."""
-        with reading(self.folder / "summary.json"):
-            summary = json.loads(read_text(self.folder / "summary.json") or "null")
+        summary = read_summary(self.folder) if (self.folder / SUMMARY).exists() else None
         state = "running" if _has_owner(self.folder) else "stopped"
         return {
             "state": "finished" if summary else state,

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from itertools import compress, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from hocket.common.files import write_atomically
-from hocket.observe.rows import TRAINED
+from hocket.formats import TRAINED, TrainedRow
+from hocket.observe.rows import with_format
 from hocket.run_part import Joined, RunPart, run_part
 from hocket.types import Columns, TrainSample
 
@@ -37,23 +37,20 @@ def keep(
 ) -> None:
     """Write trained/step_N.jsonl: each sequence's mean advantage; with `measure` what is known of each token, too."""
     measured = measure(samples) if measure else ()
-    rows = []
-    for one, columns in zip_longest(samples, measured):
-        row: dict[str, Any] = {
-            "id": one.id,
-            "advantage": _short(fmean(compress(one.advantages, one.sequence.mask))),
+    lines = []
+    for sample, columns in zip_longest(samples, measured):
+        row: TrainedRow = {
+            "id": sample.id,
+            "advantage": _short(fmean(compress(sample.advantages, sample.sequence.mask))),
         }
         if columns:
-            told = {
-                "advantages": one.advantages,
-                "trainer": columns["logprobs"],
-                "entropy": columns["entropy"],
-            }
-            row |= {name: [*map(_short, numbers)] for name, numbers in told.items()}
-        rows.append(row)
+            row["advantages"] = [_short(number) for number in sample.advantages]
+            row["trainer"] = [_short(number) for number in columns["logprobs"]]
+            row["entropy"] = [_short(number) for number in columns["entropy"]]
+        lines.append(json.dumps(with_format(row)) + "\n")
     path = folder / TRAINED / f"step_{step:06d}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(path, "".join(lines))
 
 
 def _short(value: float) -> float:
