@@ -118,8 +118,8 @@ class Batcher:
         self._tools = tools
         self._waiting: list[Turn] = []
         self._requests = Counter[Member]()  # number of requests in flight on each server
-        # For each batch, by its deadline, and each group: the server that has its prefix cached, and
-        # the tokens of its first turns.
+        # For each batch, by its deadline, and each group: the server that has its prefix cached,
+        # and the tokens of its first turns.
         self._homes = WeakKeyDictionary[Deadline, dict[str, tuple[Member, int]]]()
 
     async def ask(self, turn: Turn) -> Completion:
