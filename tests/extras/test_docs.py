@@ -22,7 +22,9 @@ from support.service import Answer, Headers, Service
 
 def test_the_missing_share_is_said_up_to_the_error_that_the_pages_name() -> None:
     assert f"; not told above {proof.MAX_ERROR:g}:" in metrics.reference()
-    assert f"`sync/missing_error` is above {proof.MAX_ERROR:g} " in (ROOT / "docs" / "weight_sync.md").read_text("utf-8")
+    assert f"`sync/missing_error` is above {proof.MAX_ERROR:g} " in (ROOT / "docs" / "weight_sync.md").read_text(
+        "utf-8"
+    )
 
 
 async def test_the_service_of_the_documentation_gets_and_answers_what_the_page_shows() -> None:

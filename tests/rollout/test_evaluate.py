@@ -7,7 +7,7 @@ import pytest
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.rollout.evaluate import Evaluation, pass_at_k
 from hocket.types import Prompt, Rollout, Score
 from support.batches import played, scoring
@@ -18,18 +18,18 @@ RIGHT = {"0a": 1.0, "1a": 1.0, "2a": 0.0, "3a": 0.0}
 
 def evaluation(
     marks: dict[str, float] = RIGHT,  # of texts; what is not there has failed
-    seats: list[Seat] | None = None,
+    slots: list[Slot] | None = None,
     prompts: list[Prompt] = PROMPTS,
     **changes: Any,
 ) -> Evaluation:
     """Of a policy that says the prompt's number, and a letter for each of its answers: a is greedy."""
 
-    async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        if seats is not None:
-            seats.append(seat)
+    async def play(prompt: Prompt, slot: Slot) -> Rollout:
+        if slots is not None:
+            slots.append(slot)
         number = prompt.token_ids[0] - 1
-        text, finish = f"{number}{'abcdefgh'[int(seat.id[-1])]}", "length" if number == 3 else "stop"
-        return played(prompt, seat.id, text, sampled=number + 1, finish=finish)
+        text, finish = f"{number}{'abcdefgh'[int(slot.id[-1])]}", "length" if number == 3 else "stop"
+        return played(prompt, slot.id, text, sampled=number + 1, finish=finish)
 
     async def score(rollout: Rollout) -> Score:
         mark = marks.get(rollout.text)
@@ -61,13 +61,13 @@ async def test_too_few_scores_are_an_error_with_the_cause(marks: dict[str, float
 
 
 async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() -> None:
-    seats: list[Seat] = []
+    slots: list[Slot] = []
     for label in ("eval 1", "eval 2"):
-        await evaluation(seats=seats, sampling=SamplingParams(temperature=0.3, seed=5)).run(label)
-    first, second = seats[:8], seats[8:]
-    assert [(seat.number, seat.sampling) for seat in first] == [(seat.number, seat.sampling) for seat in second]
-    assert [seat.sampling.temperature for seat in first] == [0.0, 0.3] * 4  # greedy first, then the sample
-    assert {seat.deadline.seconds for seat in seats} == {9.0}
+        await evaluation(slots=slots, sampling=SamplingParams(temperature=0.3, seed=5)).run(label)
+    first, second = slots[:8], slots[8:]
+    assert [(slot.number, slot.sampling) for slot in first] == [(slot.number, slot.sampling) for slot in second]
+    assert [slot.sampling.temperature for slot in first] == [0.0, 0.3] * 4  # greedy first, then the sample
+    assert {slot.deadline.seconds for slot in slots} == {9.0}
     assert first[0].deadline is not second[0].deadline
 
 

@@ -89,7 +89,7 @@ class Environment:
     metrics: Mapping[str, float] = {}  # of the episode, by name, `env/NAME`: a step has their means
 
     def player(self, **parts: Any) -> Callable[..., Awaitable[Any]] | None:
-        """Return a function that plays whole episodes, (prompt, seat) → Rollout; None: `step` plays them turn by turn.
+        """Return a function that plays whole episodes, (prompt, slot) → Rollout; None: `step` plays them turn by turn.
 
         parts: what `rollout/players.py` has for it: pool, limits, decode, budget.
         """

@@ -30,7 +30,7 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Slot:
     """An episode's place in its batch."""
 
     id: str  # "step 3/7/1"
@@ -55,7 +55,7 @@ Take = Callable[
     [int], Mapping[int, Prompt]
 ]  # n prompts by the number of the draw; fewer at the end
 Play = Callable[
-    [Prompt, Seat], Awaitable[Rollout]
+    [Prompt, Slot], Awaitable[Rollout]
 ]  # raises only ServerError, else sets `Rollout.error`
 
 
@@ -78,14 +78,14 @@ async def collect(
         """Play and score one episode; a group's last returns the group."""
         group = f"{plan.label}/{index}"
         number = index * plan.group_size + sample
-        seat = Seat(
+        slot = Slot(
             id=f"{group}/{sample}",
             group=group,
             number=number,
             sampling=plan.sampling,
             deadline=plan.deadline,
         )
-        rollout = await play(prompt, seat)
+        rollout = await play(prompt, slot)
         batch.generated = time.perf_counter()
         done[group][sample] = rollout, await scorer.ask(rollout)  # at once, while others are played
         if len(done[group]) < plan.group_size:

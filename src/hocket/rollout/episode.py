@@ -19,7 +19,7 @@ from hocket.envs import Action, Environment, Observation, Step
 from hocket.envs.base import History
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.rollout.history import Conversation
 from hocket.rollout.transcript import Transcript
 from hocket.types import Image, Message, Prompt, Rollout, TokenSequence
@@ -83,12 +83,12 @@ def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
     return len(prompt.token_ids) + sampling.max_tokens
 
 
-def late(seat: Seat, failed: ServerError) -> str:
+def late(slot: Slot, failed: ServerError) -> str:
     """Return the error of an episode that a failure of the servers ends after its deadline; raise an earlier one."""
-    if not seat.deadline.over:
+    if not slot.deadline.over:
         raise failed
     return (
-        f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
+        f"the episode was not over within {slot.deadline.seconds:g} s (rollout.timeout_s): {failed}"
     )
 
 
@@ -107,7 +107,7 @@ class Episode:
     """
 
     prompt: Prompt
-    seat: Seat
+    slot: Slot
     make: Callable[[], Environment]  # for it alone
     ask: RequestTurn
     renderer: Renderer  # of the prompt's data
@@ -124,7 +124,7 @@ class Episode:
         self._reward = 0.0
         self._left_s = self.limits.timeout_s
         self._num_asked = 0
-        self._held = most_tokens(self.prompt, self.seat.sampling)
+        self._held = most_tokens(self.prompt, self.slot.sampling)
 
     async def play(self) -> Rollout:
         """Play it; one that fails or is late has an error. Raise only ServerError."""
@@ -135,11 +135,11 @@ class Episode:
         except EpisodeError as failed:
             error = f"environment: {failed}"
         except ServerError as failed:
-            error = late(self.seat, failed)
+            error = late(self.slot, failed)
         finally:
             self._hold(0)
         return Rollout(
-            id=self.seat.id,
+            id=self.slot.id,
             prompt=self.prompt,
             sequences=(*self._finished, self._transcript.sequence()),
             reward=self._reward if self._environment.gives_reward else None,
@@ -167,7 +167,7 @@ class Episode:
 
     async def _take_turns(self, environment: Environment) -> None:
         """Have model and environment take turns: an observation's tokens, a completion, a step."""
-        seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
+        seed = seed_of(self.slot.sampling.seed, self.slot.number, 0)
         start = await self._call(
             environment.reset, self.prompt, seed, returns=(Observation, type(None))
         )
@@ -211,7 +211,7 @@ class Episode:
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
         """Have the model take a turn, or go on with one, of at most `room` tokens."""
-        usual = self.seat.sampling
+        usual = self.slot.sampling
         most = min(self._wanted(observation), room)
         stop = usual.stop if observation.stop is None else observation.stop
         self._hold(len(self._transcript.token_ids) + most)
@@ -221,10 +221,10 @@ class Episode:
             images=tuple(self._transcript.images),
             begun=self._transcript.begun,
             sampling=usual.model_copy(update={"max_tokens": most, "stop": stop}),
-            seed=seed_of(usual.seed, self.seat.number, self._num_asked),
-            deadline=self.seat.deadline,
-            group=self.seat.group,
-            place=f"{self.seat.id} (prompt {self.prompt.id})",
+            seed=seed_of(usual.seed, self.slot.number, self._num_asked),
+            deadline=self.slot.deadline,
+            group=self.slot.group,
+            place=f"{self.slot.id} (prompt {self.prompt.id})",
         )
         return await self.ask(turn)
 
@@ -234,7 +234,7 @@ class Episode:
 
     def _wanted(self, observation: Observation) -> int:
         """Count the tokens that the next turn is to have, where there is room."""
-        return observation.max_tokens or self.seat.sampling.max_tokens
+        return observation.max_tokens or self.slot.sampling.max_tokens
 
     def _room(self, added: Added, observation: Observation) -> int:
         """Count the tokens that the next turn may have behind what is added; below 1: no turn."""

@@ -11,7 +11,7 @@ from hocket.client.pool import Deadline
 from hocket.observe.metrics import by_source
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import RewardScorer, refuse_failing
-from hocket.rollout.collect import Plan, Play, Seat, collect
+from hocket.rollout.collect import Plan, Play, Slot, collect
 from hocket.types import Group, Metrics, Prompt, Rollout
 
 EVAL_STEP = -1  # in place of the step in the sampling seed: no training step has it
@@ -51,11 +51,11 @@ class Evaluation:
 
         left = size * group_size
 
-        async def play(prompt: Prompt, seat: Seat) -> Rollout:
+        async def play(prompt: Prompt, slot: Slot) -> Rollout:
             nonlocal left
-            if seat.number % group_size == 0:
-                seat = dataclasses.replace(seat, sampling=greedy)
-            rollout = await self.play(prompt, seat)
+            if slot.number % group_size == 0:
+                slot = dataclasses.replace(slot, sampling=greedy)
+            rollout = await self.play(prompt, slot)
             left -= 1
             if left == 0:
                 generated()

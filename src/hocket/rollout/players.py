@@ -10,7 +10,7 @@ from hocket.data.renderer import Renderer
 from hocket.envs import Environment
 from hocket.envs.base import SingleTurn
 from hocket.errors import ServerError
-from hocket.rollout.collect import Play, Seat
+from hocket.rollout.collect import Play, Slot
 from hocket.rollout.episode import Episode, Limits, RequestTurn, TokenBudget, late
 from hocket.rollout.transcript import Transcript
 from hocket.types import Prompt, Rollout
@@ -34,21 +34,21 @@ def player(
     if whole is not None:
         return whole
 
-    def play(prompt: Prompt, seat: Seat) -> Awaitable[Rollout]:
-        return Episode(prompt, seat, make, ask, renderer, limits, budget).play()
+    def play(prompt: Prompt, slot: Slot) -> Awaitable[Rollout]:
+        return Episode(prompt, slot, make, ask, renderer, limits, budget).play()
 
     return play
 
 
 async def play_single_turn(
-    prompt: Prompt, seat: Seat, *, ask: RequestTurn, limits: Limits, placeholder: int | None
+    prompt: Prompt, slot: Slot, *, ask: RequestTurn, limits: Limits, placeholder: int | None
 ) -> Rollout:
     """Ask for one completion of the prompt. A late one is a rollout with an error; raises ServerError otherwise.
 
     `placeholder`: the token that stands for an image; an answer that has it counts as cut off.
     """
     transcript = Transcript(prompt.token_ids, prompt.opening, prompt.images)
-    sampling = seat.sampling
+    sampling = slot.sampling
     room = limits.max_length - len(prompt.token_ids)
     error = None
     if room < 1:
@@ -58,17 +58,17 @@ async def play_single_turn(
             token_ids=prompt.token_ids,
             images=prompt.images,
             sampling=sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)}),
-            seed=seed_of(sampling.seed, seat.number, 1),
-            deadline=seat.deadline,
-            group=seat.group,
-            place=f"{seat.id} (prompt {prompt.id})",
+            seed=seed_of(sampling.seed, slot.number, 1),
+            deadline=slot.deadline,
+            group=slot.group,
+            place=f"{slot.id} (prompt {prompt.id})",
         )
         try:
             completion = await ask(turn)
         except ServerError as failed:
-            error = late(seat, failed)
+            error = late(slot, failed)
         else:
             transcript.add_completion(completion)
             if placeholder in completion.token_ids:
                 transcript.cut_off()
-    return Rollout(id=seat.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)
+    return Rollout(id=slot.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)
