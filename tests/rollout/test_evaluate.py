@@ -1,3 +1,4 @@
+import doctest
 import itertools
 from array import array
 from typing import Any
@@ -7,6 +8,7 @@ import pytest
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
+from hocket.rollout import evaluate
 from hocket.rollout.collect import Slot
 from hocket.rollout.evaluate import Evaluation, pass_at_k
 from hocket.types import Prompt, Rollout, Score
@@ -78,6 +80,12 @@ def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -
     assert (named.default_source.eval_reward, named.rewards.spec("exact_match").weight) == ("exact_match", 1.0)
     gated = config_module.load(None, ["rewards.functions={think_format: {gate: true}, math: 1}"])
     assert gated.default_source.eval_reward == "math" == gated.default_source.pass_reward  # a gate has no weight
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    results = doctest.testmod(evaluate)
+    assert results.failed == 0
+    assert results.attempted > 0
 
 
 def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> None:
