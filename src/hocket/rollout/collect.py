@@ -7,8 +7,7 @@ favour short answers.
 import asyncio
 import dataclasses
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from hocket.client.pool import Deadline
@@ -68,7 +67,15 @@ class Play(Protocol):
         """Play the episode. Raises only ServerError; other failures are in `Rollout.error`."""
 
 
-_Scored = tuple[Rollout, Mapping[str, Score]]  # an episode with its rewards, by name
+@dataclasses.dataclass(slots=True)
+class _OpenGroup:
+    """A group some of whose episodes are under way."""
+
+    prompt: Prompt
+    draw: int  # number of the prompt in the stream
+    index: int  # number of the group in its batch
+    # The episodes that have ended, by their number in the group, each with its rewards by name.
+    ended: dict[int, tuple[Rollout, Mapping[str, Score]]] = dataclasses.field(default_factory=dict)
 
 
 async def collect(
@@ -93,38 +100,16 @@ async def collect(
         RewardError: Rewards failed again and again.
     """
     batch = plan.batch
-    # For each group, the episodes that have ended, by their number in the group.
-    ended_episodes = defaultdict[str, dict[int, _Scored]](dict)
     missing = plan.wanted  # groups with a signal that are neither gathered nor under way
     tasks: list[asyncio.Task[Group | None]] = []
     ended_tasks: asyncio.Queue[asyncio.Task[Group | None]] = asyncio.Queue()
-
-    async def episode(prompt: Prompt, draw: int, index: int, sample: int) -> Group | None:
-        """Play and score one episode. The last one of a group returns the group."""
-        group = f"{plan.label}/{index}"
-        slot = Slot(
-            id=f"{group}/{sample}",
-            group=group,
-            number=index * plan.group_size + sample,
-            sampling=plan.sampling,
-            deadline=plan.deadline,
-        )
-        rollout = await play(prompt, slot)
-        batch.generated = time.perf_counter()
-        rewards = await scorer.ask(rollout)  # at once, while other episodes are played
-        episodes = ended_episodes[group]
-        episodes[sample] = rollout, rewards
-        if len(episodes) < plan.group_size:
-            return None
-        in_order = [episodes[number] for number in range(plan.group_size)]
-        return await _scored_group(group, draw, in_order, scorer)
-
     try:
         while True:
             # Start the episodes of as many prompts as groups with a signal are missing.
             for draw, prompt in take(min(missing, plan.at_most - batch.num_drawn)).items():
+                open_group = _OpenGroup(prompt, draw, index=batch.num_drawn)
                 for sample in range(plan.group_size):
-                    task = asyncio.create_task(episode(prompt, draw, batch.num_drawn, sample))
+                    task = asyncio.create_task(_episode(open_group, sample, plan, play, scorer))
                     task.add_done_callback(ended_tasks.put_nowait)
                     tasks.append(task)
                 batch.num_drawn += 1
@@ -145,10 +130,27 @@ async def collect(
     return batch
 
 
-async def _scored_group(
-    id: str, draw: int, episodes: Sequence[_Scored], scorer: RewardScorer
-) -> Group:
-    """Make a group of its episodes, and add the rewards that compare these."""
-    rollouts = tuple(rollout for rollout, _ in episodes)
-    scores = await scorer.settle(rollouts, [rewards for _, rewards in episodes])
-    return Group(id=id, rollouts=rollouts, scores=scores, draw=draw)
+async def _episode(
+    open_group: _OpenGroup, sample: int, plan: Plan, play: Play, scorer: RewardScorer
+) -> Group | None:
+    """Play and score one episode. The last one of a group returns the complete group."""
+    group_id = f"{plan.label}/{open_group.index}"
+    slot = Slot(
+        id=f"{group_id}/{sample}",
+        group=group_id,
+        number=open_group.index * plan.group_size + sample,
+        sampling=plan.sampling,
+        deadline=plan.deadline,
+    )
+    rollout = await play(open_group.prompt, slot)
+    plan.batch.generated = time.perf_counter()
+    rewards = await scorer.ask(rollout)  # at once, while other episodes are played
+    open_group.ended[sample] = rollout, rewards
+    if len(open_group.ended) < plan.group_size:
+        return None
+
+    # The group is complete. Rewards that compare its rollouts are asked now.
+    in_order = [open_group.ended[number] for number in range(plan.group_size)]
+    rollouts = tuple(rollout for rollout, _ in in_order)
+    scores = await scorer.settle(rollouts, [rewards for _, rewards in in_order])
+    return Group(id=group_id, rollouts=rollouts, scores=scores, draw=open_group.draw)
