@@ -45,7 +45,7 @@ from hocket.envs.base import SingleTurn
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
 from hocket.observe.rows import lines_of
 from hocket.protocol import Completion, GenerateRequest, SamplingParams, StreamEnd, StreamLine
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.rollout.episode import Episode, Limits, TokenBudget
 from hocket.trainer.batching import TrainBatch, divide, unpack
 from hocket.types import Group, Prompt, Score
@@ -113,12 +113,12 @@ async def play(port: int, prompts: Sequence[Prompt], stage: Stages) -> list[Grou
             rollouts = []
             for index in range(GROUP_SIZE):
                 id = f"step 1/{number}"
-                seat = Seat(id=f"{id}/{index}", group=id, number=index, sampling=SAMPLING, deadline=deadline)
+                slot = Slot(id=f"{id}/{index}", group=id, number=index, sampling=SAMPLING, deadline=deadline)
 
                 async def ask(turn: Turn, place: int = number * GROUP_SIZE + index) -> Completion:
                     return lines[place].completion
 
-                rollouts.append(await Episode(prompt, seat, SingleTurn, ask, BLIND, LIMITS, TokenBudget()).play())
+                rollouts.append(await Episode(prompt, slot, SingleTurn, ask, BLIND, LIMITS, TokenBudget()).play())
             scores = tuple(Score(total=float(index % 2), parts={"r": 1.0}) for index in range(GROUP_SIZE))
             groups.append(Group(id=f"step 1/{number}", rollouts=tuple(rollouts), scores=scores, draw=number))
     return groups

@@ -23,7 +23,7 @@ from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import SamplingParams
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
 from hocket.run_part import RunPart
@@ -70,12 +70,12 @@ class World:
         self.publishes.append(publishes)
         yield {}
 
-    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
-        label = seat.group.rpartition("/")[0]
+    async def play(self, prompt: Prompt, slot: Slot) -> Rollout:
+        label = slot.group.rpartition("/")[0]
         if label not in self.played:
             self.played.add(label)
             self.diary.append(("play", label, self.current))
-        return played(prompt, seat.id, seat.id.rpartition("/")[2], sampled=2, version=self.current)
+        return played(prompt, slot.id, slot.id.rpartition("/")[2], sampled=2, version=self.current)
 
     async def ask(self, rollout: Rollout) -> dict[str, Score]:
         what, step, *_ = rollout.id.replace("/", " ").split()
@@ -369,9 +369,9 @@ async def test_the_next_batch_begins_while_an_evaluation_waits_for_its_last_rewa
     seen: list[Any] = []
     play = World.play
 
-    async def told(world: World, prompt: Prompt, seat: Seat) -> Rollout:
-        rollout = await play(world, prompt, seat)
-        seen.append(seat.group.rpartition("/")[0])
+    async def told(world: World, prompt: Prompt, slot: Slot) -> Rollout:
+        rollout = await play(world, prompt, slot)
+        seen.append(slot.group.rpartition("/")[0])
         return rollout
 
     def reward(step: int, sample: int) -> float:
@@ -419,8 +419,8 @@ async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_
 ) -> None:
     play = World.play
 
-    async def of_several(world: World, prompt: Prompt, seat: Seat) -> Rollout:
-        rollout = await play(world, prompt, seat)
+    async def of_several(world: World, prompt: Prompt, slot: Slot) -> Rollout:
+        rollout = await play(world, prompt, slot)
         return dataclasses.replace(rollout, sequences=rollout.sequences * sequences)
 
     monkeypatch.setattr(World, "play", of_several)

@@ -21,7 +21,7 @@ from hocket.data import sources, tokenizer
 from hocket.errors import ServerError
 from hocket.observe.owner import owning
 from hocket.protocol import Health
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.types import Prompt, Rollout
 from support import fakes
 from support.batches import played
@@ -214,8 +214,8 @@ async def servers(*_: object) -> AsyncIterator[None]:
     yield
 
 
-async def play(prompt: Prompt, seat: Seat) -> Rollout:
-    return played(prompt, seat.id)
+async def play(prompt: Prompt, slot: Slot) -> Rollout:
+    return played(prompt, slot.id)
 
 
 @pytest.mark.parametrize(("typed", "said"), MISTAKES)

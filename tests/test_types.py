@@ -1,9 +1,11 @@
 """What flows between the stages can't be malformed and can't be changed."""
 
 import dataclasses
+import doctest
 
 import pytest
 
+from hocket import types
 from hocket.types import Prompt, Rollout, Score, TokenSequence, TrainSample
 
 PROMPT = Prompt(id="sort:7", token_ids=(5, 6))
@@ -38,3 +40,9 @@ def test_values_do_not_change() -> None:
     for value in (PROMPT, ROLLOUT, Score(total=1.0)):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, dataclasses.fields(value)[0].name, None)  # type: ignore[arg-type]
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    results = doctest.testmod(types)
+    assert results.failed == 0
+    assert results.attempted > 0

@@ -37,7 +37,9 @@ MetricsRow = dict[str, float | None]
 class ImageRow(TypedDict):
     """A picture of a sequence, in `images` of a rollout's row."""
 
-    file: Annotated[str, "name in the run's folder `images/`: the SHA-256 of its bytes, and its kind"]
+    file: Annotated[
+        str, "name in the run's folder `images/`: the SHA-256 of its bytes, and its kind"
+    ]
     start: Annotated[int, "place of its first token in `token_ids`"]
     length: Annotated[int, "number of its tokens"]
     placeholder: Annotated[int, "token that stands for it in what servers are sent"]
@@ -46,21 +48,35 @@ class ImageRow(TypedDict):
 class SequenceRow(TypedDict):
     """A sequence: a rollout's row has the keys of its last one, and `others` has those before."""
 
-    id: Annotated[str, "name: `step 3/7/1` is rollout 1 of group `step 3/7`, `step 3/7/1.0` its first other sequence"]
+    id: Annotated[
+        str,
+        "name: `step 3/7/1` is rollout 1 of group `step 3/7`, `step 3/7/1.0` its first other sequence",
+    ]
     completion: Annotated[str, "text of the policy's last turn: what rewards score"]
     mask: Annotated[list[int], "per token: 1 where the policy sampled it, else 0"]
     finish_reason: Annotated[FinishReason, "how the last turn ended; `length`: a limit cut it off"]
     turns: Annotated[int, "turns of the policy"]
     version_min: Annotated[int, "oldest weight version that sampled tokens"]
     version_max: Annotated[int, "newest weight version that sampled tokens"]
-    opening: Annotated[str, "thought that the chat template opened before the completion, mostly empty"]
-    token_ids: Annotated[Sequence[int], "every token, the prompt's first"]
-    logprobs: Annotated[Sequence[float], "per token: the engine's log-prob in nats, 0 where the mask is 0"]
-    dialogue: NotRequired[Annotated[Sequence[Message], "messages after the prompt; absent if only the policy spoke"]]
-    turn_rewards: NotRequired[
-        Annotated[Sequence[TurnReward], "per turn of the policy: number, tokens, reward, state; absent with one turn"]
+    opening: Annotated[
+        str, "thought that the chat template opened before the completion, mostly empty"
     ]
-    images: NotRequired[Annotated[list[ImageRow], "pictures of the sequence, in order; absent without any"]]
+    token_ids: Annotated[Sequence[int], "every token, the prompt's first"]
+    logprobs: Annotated[
+        Sequence[float], "per token: the engine's log-prob in nats, 0 where the mask is 0"
+    ]
+    dialogue: NotRequired[
+        Annotated[Sequence[Message], "messages after the prompt; absent if only the policy spoke"]
+    ]
+    turn_rewards: NotRequired[
+        Annotated[
+            Sequence[TurnReward],
+            "per turn of the policy: number, tokens, reward, state; absent with one turn",
+        ]
+    ]
+    images: NotRequired[
+        Annotated[list[ImageRow], "pictures of the sequence, in order; absent without any"]
+    ]
 
 
 class EpisodeRow(TypedDict):
@@ -72,15 +88,21 @@ class EpisodeRow(TypedDict):
     messages: Annotated[Sequence[Message] | None, "prompt as a chat; null where it is plain text"]
     answer: Annotated[str | None, "answer of the data, which rewards compare with"]
     meta: Annotated[Mapping[str, Any], "other columns of the data's row"]
-    reward: Annotated[float | None, "total reward; null with `error`: never 0 for a reward that failed"]
+    reward: Annotated[
+        float | None, "total reward; null with `error`: never 0 for a reward that failed"
+    ]
     parts: Annotated[dict[str, float], "each reward, before its weight"]
     error: Annotated[str | None, "why there is no score"]
     note: Annotated[str, "for people: why a judge thinks so, what a program wrote"]
     num_tokens: Annotated[int, "sampled tokens of the whole episode"]
     failed: NotRequired[Annotated[str, "why the episode failed; absent where it did not"]]
-    others: NotRequired[Annotated[list[SequenceRow], "sequences before the last one; absent without any"]]
+    others: NotRequired[
+        Annotated[list[SequenceRow], "sequences before the last one; absent without any"]
+    ]
     source: NotRequired[Annotated[str, "name in `data.sources`; absent without them"]]
-    metrics: NotRequired[Annotated[dict[str, float], "numbers of the environment; absent where it gives none"]]
+    metrics: NotRequired[
+        Annotated[dict[str, float], "numbers of the environment; absent where it gives none"]
+    ]
 
 
 class RolloutRow(SequenceRow, EpisodeRow):
@@ -92,9 +114,15 @@ class TrainedRow(TypedDict):
 
     id: Annotated[str, "the sequence's"]
     advantage: Annotated[float, "mean advantage of its sampled tokens"]
-    advantages: NotRequired[Annotated[Sequence[float], "per token: advantage, 0 where the mask is 0"]]
-    trainer: NotRequired[Annotated[list[float], "per token: the trainer's log-prob in nats, before the step"]]
-    entropy: NotRequired[Annotated[list[float], "per token: entropy of the policy in nats, before the step"]]
+    advantages: NotRequired[
+        Annotated[Sequence[float], "per token: advantage, 0 where the mask is 0"]
+    ]
+    trainer: NotRequired[
+        Annotated[list[float], "per token: the trainer's log-prob in nats, before the step"]
+    ]
+    entropy: NotRequired[
+        Annotated[list[float], "per token: entropy of the policy in nats, before the step"]
+    ]
 
 
 LeftOut = Literal["retired", "skipped"]
@@ -113,8 +141,16 @@ class SizeRow(TypedDict):
 class OutcomeRow(TypedDict):
     """What became of a prompt: the other lines of `ledger.jsonl` ([curriculum.md](curriculum.md#the-ledger))."""
 
-    step: NotRequired[Annotated[int, "step that it was settled in; absent in a checkpoint, whose step is not over"]]
-    draw: NotRequired[Annotated[int, "number of the draw in the run, from 0; absent where the prompt was not drawn"]]
+    step: NotRequired[
+        Annotated[
+            int, "step that it was settled in; absent in a checkpoint, whose step is not over"
+        ]
+    ]
+    draw: NotRequired[
+        Annotated[
+            int, "number of the draw in the run, from 0; absent where the prompt was not drawn"
+        ]
+    ]
     epoch: Annotated[int, "epoch of its source, from 0"]
     prompt: Annotated[str, "row of the data, as `prompt_id` of a rollout"]
     state: Annotated[
@@ -122,7 +158,9 @@ class OutcomeRow(TypedDict):
         "what became of it; `in flight` only in a checkpoint",
     ]
     why: NotRequired[Annotated[str, "reason; absent where it was trained or came back"]]
-    pass_rate: NotRequired[Annotated[float, "share of its scored rollouts that solved it; absent without a score"]]
+    pass_rate: NotRequired[
+        Annotated[float, "share of its scored rollouts that solved it; absent without a score"]
+    ]
     source: NotRequired[Annotated[str, "name in `data.sources`; absent without them"]]
 
 
@@ -148,7 +186,9 @@ class ServerRow(TypedDict):
     state: Annotated[str, "state in the pool: `up`, `joining`, `waiting`, `lost`, ..."]
     reason: Annotated[str | None, "why it is in this state"]
     version: Annotated[int, "weight version that it held; -1 before it is known"]
-    status: NotRequired[Annotated[str, "what it says of itself; this and the next are absent until it answers"]]
+    status: NotRequired[
+        Annotated[str, "what it says of itself; this and the next are absent until it answers"]
+    ]
     in_flight: NotRequired[Annotated[int, "completions that it works on"]]
     waiting: NotRequired[Annotated[int | None, "completions that its engine has not begun"]]
     kv_use: NotRequired[Annotated[float | None, "share of its KV cache in use, from 0 to 1"]]
@@ -191,7 +231,9 @@ EvalValues = Mapping[str, float | None]
 class Summary(TypedDict):
     """`summary.json`, which a run has when it has ended. A part of the run may add keys of its own."""
 
-    before: Annotated[EvalValues, "metrics `eval/*` of step 0, named without `eval/`; {} without held-out prompts"]
+    before: Annotated[
+        EvalValues, "metrics `eval/*` of step 0, named without `eval/`; {} without held-out prompts"
+    ]
     after: Annotated[EvalValues, "those of the last evaluation"]
     steps: Annotated[int, "number of the last step"]
     updated: Annotated[int, "steps that changed the weights"]
@@ -199,7 +241,11 @@ class Summary(TypedDict):
     seed: Annotated[int, "`trainer.seed`"]
     final_version: Annotated[int, "newest weight version"]
     plugins: Annotated[list[PluginRow], "files under `plugins`"]
-    best: NotRequired[Annotated[BestEvaluation, "best evaluation; absent without `checkpoint.best` or an evaluation"]]
+    best: NotRequired[
+        Annotated[
+            BestEvaluation, "best evaluation; absent without `checkpoint.best` or an evaluation"
+        ]
+    ]
 
 
 class Owner(TypedDict):

@@ -1,6 +1,7 @@
-"""Define what flows between the stages. t: tokens of a sequence, prompt first.
+"""Define what flows between the stages: Prompt, Rollout, Score, Group, TrainSample.
 
-Token ids are the truth; text is for rewards and people and is never encoded again.
+Token ids are the truth. Text is for rewards and people, and is never encoded again. In comments,
+[t] means one entry per token of a sequence, prompt first.
 """
 
 import dataclasses
@@ -9,36 +10,37 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 FinishReason = Literal["stop", "length", "abort"]
-InFlight = Literal[
-    "keep", "drain", "abort"
-]  # while weights load, requests go on, end before, or are aborted
+# While weights load, requests under way go on, end before, or are aborted.
+InFlight = Literal["keep", "drain", "abort"]
 TokenIds: TypeAlias = "array[int]"  # Python 3.11 can't subscript the class
-"""Ids of tokens, in a process always an array("I").
+"""Token ids, within a process always an array("I").
 
-It has four bytes per id, where a list or tuple has about forty; what servers send, what is pickled
-for other ranks and what numpy reads is an array's memory as it is. Ids have another type only at the
-borders: a tokenizer gives a list, a request is JSON of a list, tensors are made by numpy, and plugins
-(`Action`, the argument `token_ids` of a reward) get a tuple, which can be compared and hashed.
+An array takes four bytes per id, where a list or tuple takes about forty. Its memory is what
+servers send, what is pickled for other ranks and what numpy reads. Ids have another type only at
+the borders: a tokenizer gives a list, a request is JSON of a list, tensors are made by numpy, and
+plugins (`Action`, the argument `token_ids` of a reward) get a tuple, which can be compared and
+hashed.
 """
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Metrics = dict[str, float]
-Columns = Mapping[str, Sequence[float]]  # by name: a number per token, 0.0 where it was not sampled
+Columns = Mapping[str, Sequence[float]]  # [t] numbers by name, 0.0 where the token was not sampled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A picture, and where its tokens stand in a sequence."""
+    """An image, and where its tokens stand in a sequence."""
 
-    file: bytes | Callable[[], bytes] = dataclasses.field(
-        compare=False
-    )  # a PNG, JPEG or WebP, or what reads it
-    name: str  # SHA-256 of its bytes, and their kind: tells images apart, whose tokens are alike
-    start: int  # place of its first token
-    length: int  # of its tokens: what the model's processor makes of its placeholder
-    placeholder: int  # the token that stands for it in what servers are sent
+    # The bytes of a PNG, JPEG or WebP file, or a function that reads them.
+    file: bytes | Callable[[], bytes] = dataclasses.field(compare=False)
+    # SHA-256 of the bytes, and their kind. It tells images apart, as their tokens are equal.
+    name: str
+    start: int  # place of the first of its tokens in the sequence
+    length: int  # number of its tokens: the model's processor expands its placeholder to these
+    placeholder: int  # token that stands for the image in what servers are sent
 
     @property
     def data(self) -> bytes:
+        """The bytes of the file."""
         return self.file() if callable(self.file) else self.file
 
 
@@ -49,42 +51,51 @@ class Prompt:
     id: str  # stable name of the row, "source:row"
     token_ids: TokenIds  # never empty
     messages: tuple[Message, ...] | None = None  # None for plain text
-    text: str = ""  # for rewards and people: the last user message, or all
-    opening: str = (
-        ""  # the thought at its end that the chat template opens, maybe closes: "<think>\n"
-    )
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
-    answer: str | None = None  # which rewards compare with
+    text: str = ""  # text for rewards and people: the last user message, or all
+    # The thought at the prompt's end that the chat template opens, and maybe closes: "<think>\n"
+    opening: str = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # chat template's options
+    answer: str | None = None  # reference answer that rewards compare with
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
     images: tuple[Image, ...] = ()
-    source: str = ""  # of data.sources, by name
+    source: str = ""  # name of its source in data.sources
 
 
 class TurnReward(NamedTuple):
-    """A turn of the model, and what the environment gave for it."""
+    """A turn of the model, and the reward that the environment gave for it."""
 
-    number: int  # in its episode, from 0
-    tokens: int  # sampled in it
+    number: int  # number of the turn in its episode, from 0
+    tokens: int  # number of tokens sampled in it
     reward: float = 0.0
-    state: str = ""  # alike where the model saw the same before it
+    state: str = ""  # equal for turns before which the model saw the same
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """One flat sequence, exactly as the engine read and sampled it."""
+    """One flat sequence, exactly as the engine read and sampled it.
+
+    Example:
+        >>> TokenSequence(
+        ...     token_ids=array("I", [5, 6, 7]),  # two tokens of the prompt, one sampled
+        ...     mask=(False, False, True),
+        ...     logprobs=[0.0, 0.0, -0.5],
+        ... ).mask.count(True)
+        1
+    """
 
     token_ids: TokenIds  # [t]
-    mask: tuple[bool, ...]  # [t] True where the policy sampled: only that is trained
-    logprobs: Sequence[float]  # [t] the engine's; 0.0 where the mask is False
-    finish_reason: FinishReason = "stop"  # of the last turn; "length" where a limit cut it off
-    version_min: int = 0  # oldest and newest weight version that sampled tokens; 0 without any
+    mask: tuple[bool, ...]  # [t] True where the policy sampled: only these tokens are trained
+    logprobs: Sequence[float]  # [t] log-probs of the engine, 0.0 where the mask is False
+    finish_reason: FinishReason = "stop"  # reason of the last turn; "length" if a limit cut it off
+    # Oldest and newest weight version that sampled a token; 0 if no token was sampled.
+    version_min: int = 0
     version_max: int = 0
-    turns: int = 1  # model turns
-    text: str = ""  # of the policy's last turn
-    opening: str = ""  # of a thought, before this text: "<think>\n"
-    dialogue: tuple[Message, ...] = ()  # after the prompt; () if only the policy spoke
-    images: tuple[Image, ...] = ()  # of the whole sequence, in order
-    turn_rewards: tuple[TurnReward, ...] = ()  # of each model turn; (): one turn
+    turns: int = 1  # number of model turns
+    text: str = ""  # text of the policy's last turn
+    opening: str = ""  # opening of a thought before this text: "<think>\n"
+    dialogue: tuple[Message, ...] = ()  # messages after the prompt; () if only the policy spoke
+    images: tuple[Image, ...] = ()  # all images of the sequence, in order
+    turn_rewards: tuple[TurnReward, ...] = ()  # one for each model turn; () stands for one turn
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)
@@ -92,43 +103,49 @@ class TokenSequence:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One episode of one prompt: one sequence, or several where an agent rewrote its conversation."""
+    """One episode of one prompt.
+
+    It has one sequence, or several where an agent rewrote its conversation.
+    """
 
     id: str  # "step 3/7/1": the second of group "step 3/7"
     prompt: Prompt
-    sequences: tuple[TokenSequence, ...]  # the one of the last turn comes last
-    reward: float | None = None  # of the environment; None where it gives none
-    error: str | None = None  # why it failed; then it is not trained
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the environment
+    sequences: tuple[TokenSequence, ...]  # the sequence of the last turn comes last
+    reward: float | None = None  # reward of the environment; None if it gives none
+    error: str | None = None  # why the episode failed; then it is not trained
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # from the environment
 
     @property
     def text(self) -> str:
-        """Text to score: the last turn's, or an agent's result."""
+        """The text to score: that of the last turn, or an agent's result."""
         return self.sequences[-1].text
 
     @property
     def finish_reason(self) -> FinishReason:
+        """The finish reason of the last turn."""
         return self.sequences[-1].finish_reason
 
     @property
     def num_sampled(self) -> int:
-        """Sampled tokens of the whole episode."""
+        """Number of sampled tokens in the whole episode."""
         return sum(sequence.mask.count(True) for sequence in self.sequences)
 
     @property
     def sequence_ids(self) -> tuple[str, ...]:
-        """Names of the sequences: ID.0, ID.1, ..., and ID of the last one."""
-        return (*(f"{self.id}.{index}" for index in range(len(self.sequences) - 1)), self.id)
+        """Names of the sequences: ID.0, ID.1, ..., and ID for the last one."""
+        names = [f"{self.id}.{index}" for index in range(len(self.sequences) - 1)]
+        names.append(self.id)
+        return tuple(names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The reward of one rollout; with an `error`, `total` is NaN: it is not trained."""
+    """The reward of one rollout. With an `error`, `total` is NaN and the rollout is not trained."""
 
     total: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     error: str | None = None
-    note: str = ""  # for people: what a program wrote, why a judge thinks so
+    note: str = ""  # text for people: the output of a program, the reasons of a judge
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,51 +155,53 @@ class Group:
     id: str
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
-    draw: int = -1  # of the prompt from the stream, from 0; -1 in a replay
+    draw: int = -1  # number of the prompt in the stream, from 0; -1 in a replay
 
     @property
     def source(self) -> str:
+        """The name of the prompt's source."""
         return self.rollouts[0].prompt.source
 
     @property
     def scored(self) -> list[tuple[Rollout, Score]]:
-        return [
-            pair for pair in zip(self.rollouts, self.scores, strict=True) if pair[1].error is None
-        ]
+        """The rollouts that have a score, with it."""
+        pairs = zip(self.rollouts, self.scores, strict=True)
+        return [(rollout, score) for rollout, score in pairs if score.error is None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
+    """One sequence with all numbers per token that the losses read."""
+
     sequence: TokenSequence
     advantages: Sequence[float]  # [t] 0.0 where the mask is False
-    columns: Columns = dataclasses.field(default_factory=dict)  # what else the losses read
-    id: str = ""  # of the sequence, for reports
+    columns: Columns = dataclasses.field(default_factory=dict)  # other numbers that the losses read
+    id: str = ""  # name of the sequence, for reports
     group: int = 0  # number of its prompt's group, which no mini-batch divides
-    is_unbiased: bool = (
-        False  # whether it is trained did not depend on its tokens (algorithm/samples.py)
-    )
+    # Whether the sequence would be trained whatever tokens had been sampled: an unbiased sample
+    # (algorithm/samples.py).
+    is_unbiased: bool = False
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.sequence.token_ids, **self.numbers)
 
     @property
     def numbers(self) -> Columns:
-        """All that the losses read, by name."""
-        return {
-            "rollout_logprobs": self.sequence.logprobs,
-            "advantages": self.advantages,
-            **self.columns,
-        }
+        """All numbers that the losses read, by name."""
+        numbers = {"rollout_logprobs": self.sequence.logprobs, "advantages": self.advantages}
+        numbers.update(self.columns)
+        return numbers
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, which has parts where there are pictures."""
-    return (
-        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    )
+    """Return the text of a message's content, which is a list of parts if there are images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
 
 
 def check_lengths(**fields: Sequence[Any]) -> None:
-    if len(set(map(len, fields.values()))) > 1:
-        lengths = {name: len(value) for name, value in fields.items()}
+    """Raise ValueError unless all fields have the same length."""
+    lengths = {name: len(values) for name, values in fields.items()}
+    if len(set(lengths.values())) > 1:
         raise ValueError(f"fields must have equal lengths, got {lengths}")

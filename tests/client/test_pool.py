@@ -1,6 +1,7 @@
 """Pool and batcher against servers in memory: which are up, which plays what, what becomes of it."""
 
 import asyncio
+import doctest
 import random
 import time
 from array import array
@@ -118,6 +119,15 @@ async def play(
         assert [done.text for done in await asyncio.gather(*asks)] == [f"{t.token_ids[0]} {t.seed}" for t in turns]
     finally:
         await cancel(asks)
+
+
+@pytest.mark.parametrize("example", [ServerPool, Batcher])
+def test_the_example_in_the_docstring_runs(example: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.client.pool.ServerClient", lambda url, **options: FakeServer(url))
+    (test,) = [test for test in doctest.DocTestFinder(recurse=False).find(example) if test.examples]
+    results = doctest.DocTestRunner().run(test)
+    assert results.failed == 0
+    assert results.attempted > 0
 
 
 async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: Servers, rng: random.Random) -> None:

@@ -21,7 +21,7 @@ from hocket.rollout.players import player
 from hocket.types import Group, Prompt, Rollout, Score
 from support import fakes
 from support.batches import SAMPLING
-from support.episodes import END, FakeEngine, limits, renderer, seat, user
+from support.episodes import END, FakeEngine, limits, renderer, slot, user
 from support.processes import ROOT
 
 BASES = "AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor"
@@ -66,7 +66,7 @@ async def played(engine: FakeEngine, name: str, answer: str = "12", **options: A
     (token_ids,) = renderer().encode([renderer().render(chat)])
     prompt = Prompt(id="p", token_ids=tuple(token_ids), messages=chat, answer=answer)
     bounds = limits(max_turns=8, max_length=400, timeout_s=20.0)
-    place = dataclasses.replace(seat(), sampling=SAMPLING.model_copy(update={"max_tokens": 20}))
+    place = dataclasses.replace(slot(), sampling=SAMPLING.model_copy(update={"max_tokens": 20}))
     return await player(bind(name, options), ServerPool([]), engine.ask, renderer(), bounds)(prompt, place)
 
 

@@ -8,15 +8,15 @@ import pytest
 
 from hocket.client.pool import Deadline
 from hocket.errors import ServerError
-from hocket.rollout.collect import Plan, Seat, collect
+from hocket.rollout.collect import Plan, Slot, collect
 from hocket.types import Prompt, Rollout, Score
 from support.batches import SAMPLING, drawing, gathered, ids, played, scoring
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=array("I", (i,))) for i in range(40)]
 
 
-async def at_once(prompt: Prompt, seat: Seat) -> Rollout:
-    return played(prompt, seat.id, str(seat.number))
+async def at_once(prompt: Prompt, slot: Slot) -> Rollout:
+    return played(prompt, slot.id, str(slot.number))
 
 
 async def score_of(rollout: Rollout) -> Score:
@@ -26,10 +26,10 @@ async def score_of(rollout: Rollout) -> Score:
 async def test_each_rollout_is_scored_as_it_ends_while_others_are_played_and_stands_in_its_place() -> None:
     scored, go_on = [], asyncio.Event()
 
-    async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        if seat.number == 0:
+    async def play(prompt: Prompt, slot: Slot) -> Rollout:
+        if slot.number == 0:
             await go_on.wait()
-        return await at_once(prompt, seat)
+        return await at_once(prompt, slot)
 
     async def score(rollout: Rollout) -> Score:
         scored.append(rollout.id)
@@ -55,9 +55,9 @@ async def test_the_batch_is_the_shortest_beginning_of_the_stream_that_has_enough
     dull = {prompt.id for prompt in PROMPTS if draw.random() < trial / 20}  # up to nearly all
     delays = [draw.random() / 200 for _ in PROMPTS]
 
-    async def play(prompt: Prompt, seat: Seat) -> Rollout:
+    async def play(prompt: Prompt, slot: Slot) -> Rollout:
         await asyncio.sleep(delays[prompt.token_ids[0]])
-        return await at_once(prompt, seat)
+        return await at_once(prompt, slot)
 
     plan = planned(5, at_most=20)
     batch = await collect(
@@ -87,11 +87,11 @@ async def test_a_stream_that_ends_gives_a_smaller_batch_or_an_empty_one() -> Non
 async def test_a_failure_or_leaving_ends_all_episodes_and_scores(cancelled: bool) -> None:
     under_way, go_on = 0, asyncio.Event()
 
-    async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        if seat.number in (2, 5):
+    async def play(prompt: Prompt, slot: Slot) -> Rollout:
+        if slot.number in (2, 5):
             await go_on.wait()
             raise ServerError("gone", code="unreachable")
-        return await at_once(prompt, seat)
+        return await at_once(prompt, slot)
 
     async def score(rollout: Rollout) -> Score:
         nonlocal under_way

@@ -23,12 +23,12 @@ from hocket.envs.base import SingleTurn, drop_oldest
 from hocket.errors import ServerError
 from hocket.protocol import Completion
 from hocket.rewards.base import bind
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.rollout.episode import Episode, TokenBudget
 from hocket.types import FinishReason, Group, Message, Prompt, Rollout
 from support import fakes
 from support.batches import SAMPLING, gathered, own_reward
-from support.episodes import END, FakeEngine, Scripted, limits, renderer, sampled, seat, seated, user
+from support.episodes import END, FakeEngine, Scripted, limits, renderer, sampled, slot, user, with_seed
 
 
 class Wordy(Environment):
@@ -71,8 +71,8 @@ async def played(
     """Returns the groups in the order of their prompts, each of whose tokens names the prompt."""
     ask, tokens = (engine or FakeEngine()).ask, TokenBudget(lambda: budget)
 
-    async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        return await Episode(prompt, seated(seat, seed), make, ask, renderer(), limits(**bounds), tokens).play()
+    async def play(prompt: Prompt, slot: Slot) -> Rollout:
+        return await Episode(prompt, with_seed(slot, seed), make, ask, renderer(), limits(**bounds), tokens).play()
 
     chats: list[tuple[Message, ...]] = [(*user(f"{i:03}"),) for i in range(num_prompts)]
     token_ids = renderer().encode([renderer().render(chat) for chat in chats])
@@ -384,7 +384,7 @@ async def one_episode(
     """Plays an episode whose prompt has two tokens; returns what the engine was asked, too."""
     prompt, engine = Prompt(id="p", token_ids=array("I", (7, 8)), **fields), FakeEngine(says)
     bounds = limits(max_turns=max_turns)
-    rollout = await Episode(prompt, seat(), make, engine.ask, rendering or renderer(), bounds, TokenBudget()).play()
+    rollout = await Episode(prompt, slot(), make, engine.ask, rendering or renderer(), bounds, TokenBudget()).play()
     assert rollout.error is None
     return rollout, [turn for turn, _ in engine.turns]
 

@@ -1,3 +1,4 @@
+import doctest
 import itertools
 from array import array
 from typing import Any
@@ -7,7 +8,8 @@ import pytest
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
-from hocket.rollout.collect import Seat
+from hocket.rollout import evaluate
+from hocket.rollout.collect import Slot
 from hocket.rollout.evaluate import Evaluation, pass_at_k
 from hocket.types import Prompt, Rollout, Score
 from support.batches import played, scoring
@@ -18,18 +20,18 @@ RIGHT = {"0a": 1.0, "1a": 1.0, "2a": 0.0, "3a": 0.0}
 
 def evaluation(
     marks: dict[str, float] = RIGHT,  # of texts; what is not there has failed
-    seats: list[Seat] | None = None,
+    slots: list[Slot] | None = None,
     prompts: list[Prompt] = PROMPTS,
     **changes: Any,
 ) -> Evaluation:
     """Of a policy that says the prompt's number, and a letter for each of its answers: a is greedy."""
 
-    async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        if seats is not None:
-            seats.append(seat)
+    async def play(prompt: Prompt, slot: Slot) -> Rollout:
+        if slots is not None:
+            slots.append(slot)
         number = prompt.token_ids[0] - 1
-        text, finish = f"{number}{'abcdefgh'[int(seat.id[-1])]}", "length" if number == 3 else "stop"
-        return played(prompt, seat.id, text, sampled=number + 1, finish=finish)
+        text, finish = f"{number}{'abcdefgh'[int(slot.id[-1])]}", "length" if number == 3 else "stop"
+        return played(prompt, slot.id, text, sampled=number + 1, finish=finish)
 
     async def score(rollout: Rollout) -> Score:
         mark = marks.get(rollout.text)
@@ -61,13 +63,13 @@ async def test_too_few_scores_are_an_error_with_the_cause(marks: dict[str, float
 
 
 async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() -> None:
-    seats: list[Seat] = []
+    slots: list[Slot] = []
     for label in ("eval 1", "eval 2"):
-        await evaluation(seats=seats, sampling=SamplingParams(temperature=0.3, seed=5)).run(label)
-    first, second = seats[:8], seats[8:]
-    assert [(seat.number, seat.sampling) for seat in first] == [(seat.number, seat.sampling) for seat in second]
-    assert [seat.sampling.temperature for seat in first] == [0.0, 0.3] * 4  # greedy first, then the sample
-    assert {seat.deadline.seconds for seat in seats} == {9.0}
+        await evaluation(slots=slots, sampling=SamplingParams(temperature=0.3, seed=5)).run(label)
+    first, second = slots[:8], slots[8:]
+    assert [(slot.number, slot.sampling) for slot in first] == [(slot.number, slot.sampling) for slot in second]
+    assert [slot.sampling.temperature for slot in first] == [0.0, 0.3] * 4  # greedy first, then the sample
+    assert {slot.deadline.seconds for slot in slots} == {9.0}
     assert first[0].deadline is not second[0].deadline
 
 
@@ -78,6 +80,12 @@ def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -
     assert (named.default_source.eval_reward, named.rewards.spec("exact_match").weight) == ("exact_match", 1.0)
     gated = config_module.load(None, ["rewards.functions={think_format: {gate: true}, math: 1}"])
     assert gated.default_source.eval_reward == "math" == gated.default_source.pass_reward  # a gate has no weight
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    results = doctest.testmod(evaluate)
+    assert results.failed == 0
+    assert results.attempted > 0
 
 
 def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> None:

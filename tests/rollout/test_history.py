@@ -1,5 +1,8 @@
 """The messages of an episode whose history is shortened."""
 
+import doctest
+
+from hocket.rollout import history
 from hocket.rollout.history import Conversation
 from hocket.types import Message
 
@@ -24,3 +27,9 @@ def test_all_messages_since_the_beginning_are_there_once_however_often_history_w
     conversation.shorten(said("summary", "e"), said("e"))
     assert conversation.since(said("e", "f"), said("g")) == said("summary", "e", "f", "g")
     assert conversation.began == said("system", "task", "reset")
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    results = doctest.testmod(history)
+    assert results.failed == 0
+    assert results.attempted > 0

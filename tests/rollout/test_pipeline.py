@@ -15,7 +15,7 @@ from hocket.data.curriculum import Shuffle
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ServerError
-from hocket.rollout.collect import Seat, collect
+from hocket.rollout.collect import Slot, collect
 from hocket.rollout.pipeline import Pipeline, plan_step, sampling_params
 from hocket.types import Group, Prompt, Rollout
 from support import fakes
@@ -32,16 +32,16 @@ class FakePlayer:
         self.begun: list[str] = []
         self.ended = self.cancelled = 0
 
-    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
-        if seat.group.rpartition("/")[0] not in self.begun:
-            self.begun.append(seat.group.rpartition("/")[0])
+    async def play(self, prompt: Prompt, slot: Slot) -> Rollout:
+        if slot.group.rpartition("/")[0] not in self.begun:
+            self.begun.append(slot.group.rpartition("/")[0])
         try:
             await self.wait(prompt.token_ids[0])
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         self.ended += 1
-        return played(prompt, seat.id, str(seed_of(seat.sampling.seed, seat.number, 1)))
+        return played(prompt, slot.id, str(seed_of(slot.sampling.seed, slot.number, 1)))
 
 
 def settings(*overrides: str) -> Config:

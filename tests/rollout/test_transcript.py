@@ -16,7 +16,7 @@ from hocket.protocol import Completion
 from hocket.rollout.episode import Episode, TokenBudget
 from hocket.types import Prompt, Rollout
 from support.engines import SpeakingEngine, make_sampler
-from support.episodes import limits, seat
+from support.episodes import limits, slot
 from support.tokenizers import SPECIAL, pieces_of, random_ids, random_text, with_byte_fallback, with_merged_bytes
 
 KINDS = {"merged bytes": with_merged_bytes(), "byte fallback": with_byte_fallback()}
@@ -68,7 +68,7 @@ class Server:
         parts = Parts(sizes, stop)
         prompt = Prompt(id="p", token_ids=array("I", pieces_of(self.tokenizer, "the END of STOP a")))
         bounds = limits(max_length=15_000)
-        rollout = await Episode(prompt, seat(), lambda: parts, self.ask, self.renderer, bounds, TokenBudget()).play()
+        rollout = await Episode(prompt, slot(), lambda: parts, self.ask, self.renderer, bounds, TokenBudget()).play()
         assert rollout.error is None
         return rollout, parts.actions[-1]
 

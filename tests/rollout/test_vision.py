@@ -21,7 +21,7 @@ from hocket.protocol import AgentCall
 from hocket.rollout.episode import Episode, TokenBudget
 from hocket.types import Image, Prompt, Rollout
 from support import fakes
-from support.episodes import END, FakeEngine, Scripted, limits, seat, user
+from support.episodes import END, FakeEngine, Scripted, limits, slot, user
 from support.eyes import make_idefics, picture
 
 RED, BLUE = picture(1), picture(2, 64, 20)
@@ -53,7 +53,7 @@ async def play(
 ) -> tuple[Rollout, list[Turn]]:
     """Returns an episode in which the model ends each turn with this token, and what it was asked."""
     engine = FakeEngine(lambda turn: fakes.completion(70, token, logprobs=(-0.5, -0.5), text="E"))
-    rollout = await Episode(prompt, seat(), make, engine.ask, renderer, limits(), TokenBudget()).play()
+    rollout = await Episode(prompt, slot(), make, engine.ask, renderer, limits(), TokenBudget()).play()
     return rollout, [turn for turn, _ in engine.turns]
 
 

@@ -17,7 +17,7 @@ from hocket.data.renderer import Renderer
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.protocol import Completion, ToolCall
 from hocket.rewards import RewardScorer
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.rollout.episode import Limits
 from hocket.types import Message, Prompt, Rollout, Score, TokenSequence
 from support.batches import SAMPLING
@@ -47,14 +47,14 @@ def limits(**changes: Any) -> Limits:
     return Limits(**{"max_turns": 6, "max_length": 256, "timeout_s": 5.0} | changes)
 
 
-def seat(id: str = "s/0/0") -> Seat:
+def slot(id: str = "s/0/0") -> Slot:
     """Returns the place of an episode that has a minute."""
-    return Seat(id=id, group=id.rpartition("/")[0], number=0, sampling=SAMPLING, deadline=Deadline(60))
+    return Slot(id=id, group=id.rpartition("/")[0], number=0, sampling=SAMPLING, deadline=Deadline(60))
 
 
-def seated(seat: Seat, seed: int) -> Seat:
+def with_seed(slot: Slot, seed: int) -> Slot:
     """Returns the place with the random numbers of a seed."""
-    return dataclasses.replace(seat, sampling=seat.sampling.model_copy(update={"seed": seed}))
+    return dataclasses.replace(slot, sampling=slot.sampling.model_copy(update={"seed": seed}))
 
 
 def action(text: str = "", *tool_calls: ToolCall) -> Action:

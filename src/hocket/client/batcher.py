@@ -1,6 +1,7 @@
-"""Ask the servers for model turns: many episodes' turns in one request, as one of each would halve the throughput.
+"""Request model turns from the servers, the turns of many episodes in one request.
 
-What a lost server has not finished is asked again.
+A request per turn would halve the throughput. Turns that a lost server has not finished are
+requested again, from another one.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from hocket.client.member import Member
@@ -28,10 +30,10 @@ from hocket.protocol import (
 )
 from hocket.types import Image, TokenIds
 
-WINDOW_S = 0.002  # for which turns wait for company
-DOUBLES = 8  # the time doubles with so many requests in flight on the least busy server
-MAX_DOUBLINGS = 9  # to a second
-MAX_TURNS = MAX_PROMPTS  # in one request
+WINDOW_S = 0.002  # seconds for which a turn waits for others to share its request
+DOUBLES = 8  # requests in flight on the least busy server that double this time
+MAX_DOUBLINGS = 9  # limit of the doublings: the time ends at a second
+MAX_TURNS = MAX_PROMPTS  # turns in one request
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -39,71 +41,115 @@ class Turn:
     """A model turn that waits for its completion."""
 
     token_ids: TokenIds
-    sampling: SamplingParams  # without its seed
-    seed: int  # alone decides the random numbers
+    sampling: SamplingParams  # how to sample; its seed is not used
+    seed: int  # decides the random numbers, whichever server samples
     deadline: Deadline
-    group: str  # whose turns share a prefix, and so go to one server
-    place: str  # for messages: "step 12/5/0 (prompt gsm8k:1042)"
+    group: str  # name of the group, whose turns share a prefix and so go to one server
+    place: str  # name for messages: "step 12/5/0 (prompt gsm8k:1042)"
     images: tuple[Image, ...] = ()
-    begun: int = 0  # of its last tokens, how many the model wrote in this turn
+    begun: int = 0  # number of the last tokens that the model sampled in this turn already
     answer: "asyncio.Future[Completion]" = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    losses: int = 0  # of servers that played it
+    losses: int = 0  # number of servers lost while they generated this turn
 
     @property
     def tokens(self) -> int:
+        """The most tokens that this turn takes in a KV cache."""
         return len(self.token_ids) + self.sampling.max_tokens
 
     def check(self, completion: Completion, url: str) -> None:
-        """Raise ServerError unless the server did what it was asked."""
+        """Raise ServerError unless a completion has the length and the prompt of this turn."""
+        # A completion ends early only at a stop.
         size = len(completion.token_ids)
-        asked = self.sampling.max_tokens
-        at_least = asked if completion.finish_reason == "length" else 1
-        if not at_least <= size <= asked:
-            message = f"{url}/generate cut {self.place} off at {size} tokens, asked for {asked}"
+        at_most = self.sampling.max_tokens
+        at_least = at_most if completion.finish_reason == "length" else 1
+        if not at_least <= size <= at_most:
+            message = f"{url}/generate cut {self.place} off at {size} tokens, asked for {at_most}"
             raise ServerError(message, code="protocol")
-        read = completion.prompt_token_ids
-        if self.images and read != tuple(self.token_ids):
-            pairs = enumerate(itertools.zip_longest(self.token_ids, read))
-            place, (ours, theirs) = next(pair for pair in pairs if len(set(pair[1])) > 1)
-            message = (
-                f"{url}/generate read another prompt of {self.place}: token {place} is {theirs}, here {ours}; do both "
-                "sides have the same model folder, with the same processor?"
-            )
-            raise ServerError(message, code="protocol")
+
+        # The engine puts the tokens of images in by itself: they must be those counted here.
+        server_ids = completion.prompt_token_ids
+        if not self.images or server_ids == tuple(self.token_ids):
+            return
+        pairs = itertools.zip_longest(self.token_ids, server_ids)
+        place, (ours, theirs) = next(
+            (place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]
+        )
+        message = (
+            f"{url}/generate read another prompt of {self.place}: token {place} is {theirs}, "
+            f"here {ours}; do both sides have the same model folder, with the same processor?"
+        )
+        raise ServerError(message, code="protocol")
+
+
+class _Kind(NamedTuple):
+    """The properties that the turns of one request share."""
+
+    member: Member
+    sampling: SamplingParams
+    deadline: Deadline
+    images: tuple[Image, ...]
 
 
 class Batcher:
+    """Gathers turns for a moment and sends them to the servers of a pool, many in a request.
+
+    Example:
+        >>> from array import array
+        >>> async def main() -> None:
+        ...     async with ServerPool(["http://127.0.0.1:8000"]) as pool:
+        ...         turn = Turn(
+        ...             token_ids=array("I", [1, 2, 3]),
+        ...             sampling=SamplingParams(max_tokens=16),
+        ...             seed=7,
+        ...             deadline=Deadline(60.0),
+        ...             group="step 1/0",
+        ...             place="step 1/0/0",
+        ...         )
+        ...         completion = await Batcher(pool).ask(turn)
+        ...         print(completion.finish_reason)
+        >>> asyncio.run(main())
+        stop
+    """
+
     def __init__(self, pool: ServerPool, *, tools: Toolbox | None = None) -> None:
         self._pool = pool
         self._tools = tools
         self._waiting: list[Turn] = []
-        self._requests = Counter[Member]()  # in flight
-        # Of each batch, group: its server, tokens of its first turns.
+        self._requests = Counter[Member]()  # number of requests in flight on each server
+        # For each batch, by its deadline, and each group: the server that has its prefix cached,
+        # and the tokens of its first turns.
         self._homes = WeakKeyDictionary[Deadline, dict[str, tuple[Member, int]]]()
 
     async def ask(self, turn: Turn) -> Completion:
-        """Return a turn's completion. Raises ServerError."""
+        """Generate a turn's completion.
+
+        Raises:
+            ServerError: A server refused the turn, the deadline has passed, or several servers
+                failed while they generated it.
+        """
         with self._pool.waiting(turn.deadline):
             self._wait([turn])
             return await turn.answer
 
     def _wait(self, turns: Iterable[Turn]) -> None:
+        """Let turns wait for the next requests. The first one that waits starts the clock."""
         if not self._waiting:
             self._pool.start(self._dispatch())
         self._waiting += turns
 
     async def _dispatch(self) -> None:
-        """Wait for company, the longer the busier all servers are, then send the turns."""
+        """Wait for more turns, the longer the busier all servers are, then send them."""
         start = time.monotonic()
         while time.monotonic() - start < self._window_s():
             await asyncio.sleep(WINDOW_S)
         try:
             up = await self._pool.wait_up()
-            wanted = [turn for turn in self._waiting if not turn.answer.done()]
-            for member, turns in self._divided(wanted, up):
-                self._pool.start(self._request(member, turns))
+            # A turn whose episode was cancelled has a cancelled answer.
+            turns = [turn for turn in self._waiting if not turn.answer.done()]
+            for member, part in self._divided(turns, up):
+                self._pool.start(self._request(member, part))
         except Exception as error:  # noqa: BLE001 - every episode that waits raises it
             _fail(self._waiting, error)
         self._waiting = []
@@ -112,39 +158,61 @@ class Batcher:
         fewest = min((self._requests[member] for member in self._pool.up), default=0)
         return WINDOW_S * 2 ** min(fewest / DOUBLES, MAX_DOUBLINGS)
 
+    # Which server gets which turns
+
     def _divided(
         self, turns: Sequence[Turn], up: Sequence[Member]
     ) -> Iterator[tuple[Member, Sequence[Turn]]]:
-        """Divide turns into requests, urgent ones first; a group leaves its server only if that is much busier."""
+        """Divide turns into requests: pairs of a server and its turns, urgent ones first."""
+        kinds = self._by_kind(turns, up)
+        for kind in sorted(kinds, key=lambda kind: kind.deadline.left_s):
+            kind_turns = kinds[kind]
+            # Each prompt of a request brings its images along, and all have the same ones here.
+            size = sum(len(image.data) for image in kind.images)
+            at_most = min(MAX_TURNS, IMAGE_BYTES // size) if size else MAX_TURNS
+            for start in range(0, len(kind_turns), at_most):
+                yield kind.member, kind_turns[start : start + at_most]
+
+    def _by_kind(self, turns: Sequence[Turn], up: Sequence[Member]) -> dict[_Kind, list[Turn]]:
+        """Choose a server for each group, and sort the turns by all that a request has once."""
         groups: dict[tuple[Deadline, str], list[Turn]] = defaultdict(list)
-        sizes = Counter[tuple[Deadline, str]]()  # in tokens
+        sizes = Counter[tuple[Deadline, str]]()  # tokens of each group
         for turn in turns:
             group = turn.deadline, turn.group
             groups[group].append(turn)
             sizes[group] += turn.tokens
+
+        # The largest groups choose first: small ones even the load out.
         load = {member: member.in_flight for member in up}
-        alike: dict[tuple[Member, SamplingParams, Deadline, tuple[Image, ...]], list[Turn]] = (
-            defaultdict(list)
-        )
-        for (deadline, name), size in sizes.most_common():
-            homes = self._homes.setdefault(deadline, {})
-            member = min(load, key=load.__getitem__)
-            home, first_size = homes.get(name, (member, size))
-            if load.get(home, math.inf) - load[member] <= first_size:
-                member = home
-            homes[name] = member, first_size
+        kinds: dict[_Kind, list[Turn]] = defaultdict(list)
+        for group, size in sizes.most_common():
+            member = self._choose(group, size, load)
             load[member] += size
-            for turn in groups[deadline, name]:
-                alike[member, turn.sampling, deadline, turn.images].append(turn)
-        for (member, *_), mine in sorted(alike.items(), key=lambda item: item[0][2].left_s):
-            size = sum(len(image.data) for image in mine[0].images)  # all have the same
-            most = min(MAX_TURNS, IMAGE_BYTES // size) if size else MAX_TURNS
-            for start in range(0, len(mine), most):
-                yield member, mine[start : start + most]
+            for turn in groups[group]:
+                kind = _Kind(member, turn.sampling, turn.deadline, turn.images)
+                kinds[kind].append(turn)
+        return kinds
+
+    def _choose(self, group: tuple[Deadline, str], size: int, load: dict[Member, int]) -> Member:
+        """Choose a group's server: the least busy one, or its last one unless that is much busier.
+
+        Its last server has the group's prefix cached. To compute it again costs about the tokens
+        of the group's first turns, so a server that is busier by more than these is left.
+        """
+        deadline, name = group
+        homes = self._homes.setdefault(deadline, {})
+        member = min(load, key=load.__getitem__)
+        home, first_size = homes.get(name, (member, size))
+        if load.get(home, math.inf) - load[member] <= first_size:
+            member = home
+        homes[name] = member, first_size
+        return member
+
+    # Requests
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
-        """Have one server play turns; those that it loses wait again."""
-        todo = dict.fromkeys(turns)
+        """Have one server generate turns. Those that it loses wait again."""
+        todo = dict.fromkeys(turns)  # a set that keeps the order
         start = time.perf_counter()
         self._requests[member] += 1
         member.in_flight += sum(turn.tokens for turn in todo)
@@ -155,20 +223,14 @@ class Batcher:
                 _fail(todo, error)
             elif self._pool.loses(member, error):
                 for turn in todo:
-                    turn.losses += 1
-                    if turn.losses == MAX_LOSSES:
-                        message = (
-                            f"{MAX_LOSSES} servers failed while generating {turn.place}. It may crash the engine: "
-                            f"see the server logs, or leave the row out. Last error: {error}"
-                        )
-                        _fail([turn], ServerError(message, code=error.code, status=error.status))
+                    _count_loss(turn, error)
                 self._wait(todo)
             elif error.outcome is ErrorOutcome.AGAIN:
                 await asyncio.sleep(POLL_S)
                 self._wait(todo)
             else:
                 _fail(todo, error)
-        except Exception as error:  # noqa: BLE001 - the same
+        except Exception as error:  # noqa: BLE001 - every episode whose turn it was raises it
             _fail(todo, error)
         finally:
             note(f"{len(turns)} turns", start, who=member.url)
@@ -177,28 +239,20 @@ class Batcher:
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
         """Answer turns as completions come, and take them out of `todo`."""
-        prompts: dict[tuple[bytes, int, int], list[Turn]] = defaultdict(
-            list
-        )  # turns that read the same
-        counts = Counter[tuple[bytes, int]]()
-        for turn in turns:
-            prompt = turn.token_ids.tobytes(), turn.begun
-            prompts[*prompt, counts[prompt] // MAX_SAMPLES].append(turn)
-            counts[prompt] += 1
-        by_prompt = list(prompts.values())
+        prompts = _by_prompt(turns)
+        first_turns = [samples[0] for samples in prompts]
         request = GenerateRequest(
-            prompts=[prompt_input(mine[0].token_ids, mine[0].images) for mine in by_prompt],
-            begun=[mine[0].begun for mine in by_prompt],
+            prompts=[prompt_input(turn.token_ids, turn.images) for turn in first_turns],
+            begun=[turn.begun for turn in first_turns],
             sampling=turns[0].sampling,
-            seeds=[[turn.seed for turn in mine] for mine in by_prompt],
+            seeds=[[turn.seed for turn in samples] for samples in prompts],
             session=member.session,
             tools=self._tools,
         )
-        async with aclosing(
-            member.server.generate(request, timeout_s=turns[0].deadline.left_s)
-        ) as lines:
+        timeout_s = turns[0].deadline.left_s
+        async with aclosing(member.server.generate(request, timeout_s=timeout_s)) as lines:
             async for line in lines:
-                turn = by_prompt[line.prompt][line.index]
+                turn = prompts[line.prompt][line.index]
                 turn.check(line.completion, member.url)
                 del todo[turn]
                 member.in_flight -= turn.tokens
@@ -208,6 +262,29 @@ class Batcher:
             raise ServerError(
                 f"{member.url}/generate ended {len(todo)} completions too early", code="protocol"
             )
+
+
+def _by_prompt(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Gather the turns with equal prompts: each prompt of a request has up to MAX_SAMPLES."""
+    prompts: dict[tuple[bytes, int, int], list[Turn]] = defaultdict(list)
+    counts = Counter[tuple[bytes, int]]()
+    for turn in turns:
+        prompt = turn.token_ids.tobytes(), turn.begun
+        token_bytes, begun = prompt
+        prompts[token_bytes, begun, counts[prompt] // MAX_SAMPLES].append(turn)
+        counts[prompt] += 1
+    return list(prompts.values())
+
+
+def _count_loss(turn: Turn, error: ServerError) -> None:
+    """Count a server that failed with a turn. The turn fails once MAX_LOSSES have."""
+    turn.losses += 1
+    if turn.losses == MAX_LOSSES:
+        message = (
+            f"{MAX_LOSSES} servers failed while generating {turn.place}. It may crash the "
+            f"engine: see the server logs, or leave the row out. Last error: {error}"
+        )
+        _fail([turn], ServerError(message, code=error.code, status=error.status))
 
 
 def _fail(turns: Iterable[Turn], error: Exception) -> None:

@@ -9,8 +9,10 @@ from hocket.protocol import Health
 
 
 class State(enum.Enum):
+    """The states of a server. Only an UP one gets work."""
+
     NEW = "new"  # nobody has looked at it yet
-    JOINING = "joining"  # it is looked at and, if it is well, gets the current weights
+    JOINING = "joining"  # a look is under way: if the server is well, it gets the current weights
     UP = "up"  # it holds the current weights, and works
     WAITING = "waiting"  # it does not answer yet, is updating, or another trainer has it
     LOST = "lost"  # it failed at its work
@@ -20,7 +22,7 @@ class State(enum.Enum):
 TRANSITIONS = {
     State.NEW: {State.JOINING},
     State.JOINING: {State.UP, State.WAITING, State.LOST, State.LEFT_OUT},
-    State.UP: {State.LOST, State.JOINING},  # joining: it is brought up again, as a check has failed
+    State.UP: {State.LOST, State.JOINING},  # JOINING: a check failed, so it is brought up again
     State.WAITING: {State.JOINING},
     State.LOST: {State.JOINING},
     State.LEFT_OUT: {State.JOINING},
@@ -29,50 +31,54 @@ TRANSITIONS = {
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Member:
-    """A server of the pool, which alone moves it; others read its state and count its load."""
+    """A server of the pool. The pool alone moves it; others read its state and count its load."""
 
     server: ServerClient
-    session: str | None = None  # of the process that answers there, while it is known
-    version: int = 0  # of its weights, when it was last up
-    health: Health | None = None  # its last one
-    in_flight: int = 0  # tokens of unfinished turns and sessions, at most
-    next_look: float = 0.0  # by time.monotonic
+    session: str | None = None  # session of the process that answers there; None if not known
+    version: int = 0  # version of its weights when it was last up
+    health: Health | None = None  # its last answer to a look or heartbeat
+    in_flight: int = 0  # upper bound of the tokens of unfinished turns and sessions
+    next_look: float = 0.0  # time of the next look, by time.monotonic
     _state: State = State.NEW
     _reason: str | None = "nobody has looked at it yet"
 
     @property
     def url(self) -> str:
+        """The server's base URL."""
         return self.server.url
 
     @property
     def state(self) -> State:
+        """The server's state."""
         return self._state
 
     @property
     def reason(self) -> str | None:
-        """Why it gets no work; None while it is up."""
+        """Why the server gets no work; None while it is up."""
         return self._reason
 
     @property
     def is_up(self) -> bool:
+        """Whether the server may get work."""
         return self._state is State.UP
 
     @property
     def is_resting(self) -> bool:
-        """Whether it waits for the next look."""
+        """Whether the server waits for the next look."""
         return self._state not in (State.JOINING, State.UP)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit into its KV cache; 0 before it has answered."""
+        """Number of tokens that fit into the server's KV cache; 0 before it has answered."""
         return self.health.kv_tokens if self.health else 0
 
     @property
     def dtype(self) -> str:
+        """The data type of the server's weights; "" before it has answered."""
         return self.health.dtype if self.health else ""
 
     def move(self, state: State, reason: str | None) -> None:
-        """Change the state. Raises ValueError where TRANSITIONS does not have that."""
+        """Change the state. Raises ValueError if TRANSITIONS does not allow the change."""
         if state not in TRANSITIONS[self._state]:
             raise ValueError(f"{self.url} can't go from {self._state.value!r} to {state.value!r}")
         self._state = state

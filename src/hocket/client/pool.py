@@ -1,4 +1,4 @@
-"""Keep track of a run's servers: bring up the well ones, watch those that work, wait while none is up.
+"""Keep track of a run's servers: bring up the well ones, watch the busy ones, wait for the first.
 
 The states of a server, and which may follow which, are in member.py. The pool alone moves a server.
 """
@@ -20,15 +20,15 @@ from hocket.errors import ErrorOutcome, ServerError, SyncError, program
 from hocket.formats import ServerRow
 from hocket.protocol import CURABLE, Health, ReloadResponse
 
-MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
-POLL_S = 0.25
-LOOK_S = 3.0
-LOST_REST_S = 1.0
-LOOKING_SHARE = 0.1  # of the time that looks at servers that are out may cost those that are up
+MAX_LOSSES = 3  # lost servers after which a turn or episode is itself the likely cause
+POLL_S = 0.25  # seconds between looks while no server is up
+LOOK_S = 3.0  # seconds that a server has to answer a look
+LOST_REST_S = 1.0  # seconds before a lost server is looked at again
+LOOKING_SHARE = 0.1  # share of the time that looks at resting servers may take while others work
 
 
 class Deadline:
-    """When a batch must be generated; a pool stops it while no server is up."""
+    """The time by which a batch must be generated. A pool stops the clock while no server is up."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -37,27 +37,34 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
+        """Seconds until the deadline, 0 once it has passed."""
         now = time.monotonic() if self._stopped_at is None else self._stopped_at
         return max(0.0, self._at - now)
 
     @property
     def over(self) -> bool:
+        """Whether the deadline has passed."""
         return self.left_s == 0
 
     def stop(self) -> None:
+        """Stop the clock. Does nothing if it stands still already."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
 
     def go_on(self) -> None:
+        """Start the clock again. Does nothing if it runs already."""
         if self._stopped_at is not None:
             self._at += time.monotonic() - self._stopped_at
             self._stopped_at = None
 
 
 Look = Callable[[Member], Awaitable[Health]]
-"""Asks a server how it is. Raises ServerError where this run can't have it."""
+"""Asks a server how it is. Raises ServerError where this run can't have the server."""
 BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
-"""Gives servers the current weights, and marks each up, lost or waiting; raises HocketError where one fails."""
+"""Gives servers the current weights, and marks each of them up, lost or waiting.
+
+Raises HocketError where one of them fails.
+"""
 
 
 async def _health(member: Member) -> Health:
@@ -72,32 +79,43 @@ async def _release_nothing() -> None:
 class ServerPool:
     """The servers of a run. Use it by `async with`.
 
-    discover.py changes its list, take_over.py claims its servers for one trainer.
+    discover.py changes its list of servers, take_over.py claims them for one trainer.
+
+    Example:
+        >>> async def main() -> None:
+        ...     async with ServerPool(["http://127.0.0.1:8000"], start_timeout_s=60.0) as pool:
+        ...         for member in await pool.wait_up():
+        ...             print(member.url, member.state.value)
+        >>> asyncio.run(main())
+        http://127.0.0.1:8000 up
     """
 
     urls: dataclasses.InitVar[Sequence[str]]
     _: dataclasses.KW_ONLY
-    token: dataclasses.InitVar[str | None] = None  # bearer token
-    trainer: dataclasses.InitVar[str | None] = None  # its id, which requests have
-    silence_s: float = 60.0  # of /health, after which a server is lost
-    start_timeout_s: float = 600.0  # without a server
-    on_wait: Callable[[str, float], None] = lambda what, seconds: None
+    token: dataclasses.InitVar[str | None] = None  # bearer token that every server wants
+    trainer: dataclasses.InitVar[str | None] = None  # id of this trainer, sent with every request
+    silence_s: float = 60.0  # seconds without an answer of /health after which a server is lost
+    start_timeout_s: float = 600.0  # seconds without any server after which the run is given up
+    on_wait: Callable[[str, float], None] = lambda message, seconds: None
     say: Callable[[str], None] = lambda line: None
 
     def __post_init__(self, urls: Sequence[str], token: str | None, trainer: str | None) -> None:
         self._client = functools.partial(ServerClient, token=token, trainer=trainer)
         self.members: list[Member] = []
-        self.is_listed = True  # the settings name each server: one that can't be used is a mistake
-        self.not_found = ""  # why there is none, where they do not
+        # Whether the settings name each server. Then a server that can't be used is a mistake.
+        self.is_listed = True
+        self.not_found = ""  # why discovery names no server, for messages
+        # Others replace these four: take_over.py the first two, commands/parts.py the last two.
         self.look: Look = _health
-        self.release: Callable[[], Awaitable[None]] = _release_nothing  # to other trainers
+        self.release: Callable[[], Awaitable[None]] = _release_nothing  # frees servers for others
         self.bring_up: BringUp = self._with_their_weights
-        self.on_change: Callable[[], None] = lambda: None  # a server was lost, or came (back)
+        self.on_change: Callable[[], None] = lambda: None  # called when a server is lost or joins
         self._repeated: list[tuple[float, Callable[[], Awaitable[None]]]] = []
-        self._said: set[str] = set()  # of those left out
+        self._reported: set[str] = set()  # lines about servers left out: each is said once
         self._looking = asyncio.Lock()
         self._is_down = True  # no server is up
-        self._deadlines = Counter[Deadline]()  # which stop then; how many wait with each
+        # How many turns or episodes wait with each deadline; it stops while no server is up.
+        self._deadlines = Counter[Deadline]()
         self._tasks: set[asyncio.Task[None]] = set()
         for url in urls:
             self.add(url)
@@ -109,19 +127,22 @@ class ServerPool:
 
     async def __aexit__(self, *exc_info: object) -> None:
         while self._tasks:  # a task that ends may start another
-            await cancel([*self._tasks])
-            await asyncio.sleep(0)  # until they are discarded
+            await cancel(list(self._tasks))
+            await asyncio.sleep(0)  # lets their callbacks discard them
         for member in self.members:
             await member.server.close()
 
+    # Tasks
+
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Start a task that is cancelled when the pool is closed."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def repeat(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-        """Have something done while the pool is used, again and again after so many seconds."""
+        """Repeat work while the pool is open, with a pause of so many seconds."""
         self._repeated.append((seconds, work))
 
     async def _again(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
@@ -129,22 +150,31 @@ class ServerPool:
             await work()
             await asyncio.sleep(seconds)
 
+    # Members and their states
+
     def add(self, url: str) -> None:
+        """Add a server. The next look brings it up."""
         self.members.append(Member(self._client(url)))
 
     async def drop(self, member: Member) -> None:
+        """Forget a server and close its connections."""
         self.members.remove(member)
         await member.server.close()
 
     @property
     def up(self) -> list[Member]:
+        """The servers that may work now."""
         return [member for member in self.members if member.is_up]
 
     def states(self) -> list[ServerRow]:
+        """Describe all servers for people."""
         return [member.shown() for member in self.members]
 
     def _move(self, member: Member, state: State, reason: str | None = None) -> None:
-        """Move a server to another state. Deadlines stop when none is up any more, and go on with the first."""
+        """Move a server to another state, and stop or restart the deadlines.
+
+        Deadlines stop when the last server goes down, and go on when the first one is up again.
+        """
         member.move(state, reason)
         self._is_down = not self.up
         for deadline in self._deadlines:
@@ -169,13 +199,20 @@ class ServerPool:
                 del self._deadlines[deadline]
                 deadline.go_on()
 
-    async def wait_up(self) -> list[Member]:
-        """Bring up what has come (back) and return who may work.
+    # Looks at servers that rest
 
-        Raises ServerError after start_timeout_s, or where one of a fixed list has another model or token.
+    async def wait_up(self) -> list[Member]:
+        """Wait until a server is up, and return all that may work.
+
+        Servers that have joined or come back are brought up first.
+
+        Raises:
+            ServerError: No server was up for start_timeout_s, or a server that the settings list
+                has another model or wants another token.
         """
         await self.look_at_all()
         start = time.monotonic()
+        # A pool that lists its servers and has dropped them all waits for nothing.
         while not self.up and (self.members or not self.is_listed):
             waited = time.monotonic() - start
             names = " or ".join(f"{member.url} ({member.reason})" for member in self.members)
@@ -194,9 +231,9 @@ class ServerPool:
         return self.up
 
     async def look_at_all(self) -> None:
-        """Look at servers that are due, and bring up the well ones. Raises as `wait_up`."""
+        """Look at the servers that are due, and bring up the well ones. Raises as `wait_up`."""
         if self._looking.locked():
-            return  # somebody looks already
+            return  # another task looks already
         async with self._looking:
             now = time.monotonic()
             due = [
@@ -205,20 +242,24 @@ class ServerPool:
             for member in due:
                 self._move(member, State.JOINING, member.reason)
             try:
-                answers = await asyncio.gather(*map(self._ask, due))
-                there = {}
-                for member, answer in zip(due, answers, strict=True):
-                    if isinstance(answer, ServerError):
-                        self._leave_out(member, answer)
-                    elif self._is_well(member, answer):
-                        there[member] = answer
-                if there:
-                    await self._bring_up(there)
-                    self.on_change()
+                await self._look_at(due)
             finally:
+                # A look may end early, by an error or a cancelled task: nothing stays in JOINING.
                 for member in due:
                     if member.state is State.JOINING:
                         self._move(member, State.WAITING, "the look at it was broken off")
+
+    async def _look_at(self, due: Sequence[Member]) -> None:
+        answers = await asyncio.gather(*map(self._ask, due))
+        well: dict[Member, Health] = {}
+        for member, answer in zip(due, answers, strict=True):
+            if isinstance(answer, ServerError):
+                self._leave_out(member, answer)
+            elif self._is_well(member, answer):
+                well[member] = answer
+        if well:
+            await self._bring_up(well)
+            self.on_change()
 
     async def _ask(self, member: Member) -> Health | ServerError:
         start = time.monotonic()
@@ -230,18 +271,26 @@ class ServerPool:
             self._rest(member, since=start)
 
     def _rest(self, member: Member, *, since: float) -> None:
-        """Have a server looked at again after a pause, so that looks cost the others a tenth of their time."""
+        """Set the next look at a server that was looked at from `since` (time.monotonic) to now.
+
+        The pause keeps looks to a tenth of the time, as the servers that work wait meanwhile.
+        """
         now = time.monotonic()
         share = 1.0 if self._is_down else LOOKING_SHARE
         member.next_look = now + max(POLL_S, (now - since) / share)
 
     def _is_well(self, member: Member, health: Health) -> bool:
-        """Check whether a server that answers can be brought up; else move it to the state that says why not."""
-        twins = [one for one in self.members if one.session == health.session]
-        if twins:
-            error = ServerError(f"it is {twins[0].url} under another name", code="same_server")
-            self._leave_out(member, error)
-            return False
+        """Check whether a server that answers can be brought up.
+
+        If it can't, the server is moved to the state that says why not.
+        """
+        # Two addresses of one process: it would count twice in the load.
+        for other in self.members:
+            if other.session == health.session:
+                error = ServerError(f"it is {other.url} under another name", code="same_server")
+                self._leave_out(member, error)
+                return False
+
         member.session = health.session
         member.health = health
         if health.error is not None and health.error.code not in CURABLE:
@@ -250,32 +299,33 @@ class ServerPool:
             self._move(member, State.WAITING, "it is updating")
         return member.state is State.JOINING
 
-    async def _bring_up(self, there: Mapping[Member, Health]) -> None:
+    async def _bring_up(self, healths: Mapping[Member, Health]) -> None:
         """Bring up servers together or, where that fails, one by one."""
         start = time.monotonic()
         try:
-            await self.bring_up(there)
+            await self.bring_up(healths)
         except (ServerError, SyncError) as error:
-            for member in there:
+            for member in healths:
                 if member.is_up:  # it took the weights, but not all checks have passed
                     self._move(member, State.JOINING, str(error))
-            for member, health in there.items():
+            for member, health in healths.items():
                 if member.state is not State.JOINING:
                     continue
-                if len(there) == 1:
+                if len(healths) == 1:
                     self._leave_out(member, error)
                 else:
                     await self._bring_up({member: health})
         finally:
-            for member in there:
+            for member in healths:
                 self._rest(member, since=start)
 
-    async def _with_their_weights(self, there: Mapping[Member, Health]) -> None:
-        for member, health in there.items():
+    async def _with_their_weights(self, healths: Mapping[Member, Health]) -> None:
+        """Mark servers up with the weights that they have: a run that publishes none."""
+        for member, health in healths.items():
             self.mark_up(member, health)
 
     def _leave_out(self, member: Member, error: ServerError | SyncError) -> None:
-        """Note why a server can't be used; where waiting won't help, say it once or end the run."""
+        """Note why a server can't be used. Where waiting won't help, say it once or end the run."""
         if isinstance(error, SyncError):
             ends_run = not self.up
         elif error.foreign:
@@ -288,16 +338,19 @@ class ServerPool:
             absent = error.code == "unreachable"
             self._move(member, State.WAITING, "nothing answers there yet" if absent else str(error))
             return
+
         self._move(member, State.LEFT_OUT, str(error))
         if ends_run:
             raise error
         line = f"server {member.url} is left out: {error}"
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._reported:
+            self._reported.add(line)
             self.say(line)
 
+    # Servers at work
+
     def mark_up(self, member: Member, answer: Health | ReloadResponse) -> None:
-        """Have a server work that holds the current weights, unless it was lost meanwhile."""
+        """Give work to a server that holds the current weights, unless it was lost meanwhile."""
         if member.state is State.JOINING:
             self._move(member, State.UP)
         if member.is_up:
@@ -310,7 +363,7 @@ class ServerPool:
             self._move(member, State.WAITING, reason)
 
     def mark_lost(self, member: Member, reason: str) -> None:
-        """Give a server no more work until a look finds it well; nothing where it has none."""
+        """Give a server no more work until a look finds it well. A resting one stays as it is."""
         if member.is_resting:
             return
         was_up = member.is_up
@@ -323,7 +376,7 @@ class ServerPool:
     def loses(self, member: Member, error: ServerError) -> bool:
         """Mark a server lost if an error at work means that. Returns whether it does."""
         lost = error.outcome is ErrorOutcome.LOST
-        if lost and member.is_up:  # else it is out, or looked at again
+        if lost and member.is_up:  # a server that is not up was lost before, or is looked at again
             self.mark_lost(member, str(error))
         return lost
 
@@ -333,16 +386,18 @@ class ServerPool:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()
+                task.result()  # raises what the work or the watch raised
         finally:
             await cancel(tasks)
 
     async def _watch(self, member: Member) -> None:
-        heard = time.monotonic()
+        """Ask for a server's health, until it has been silent for silence_s."""
+        last_answer = time.monotonic()
         while True:
             await asyncio.sleep(min(5.0, self.silence_s / 4))
+            # A failed request alone means nothing: a busy server may answer the next one.
             with contextlib.suppress(ServerError):
                 await member.server.health(timeout_s=min(HEALTH_TIMEOUT_S, self.silence_s))
-                heard = time.monotonic()
-            if time.monotonic() - heard > self.silence_s:
+                last_answer = time.monotonic()
+            if time.monotonic() - last_answer > self.silence_s:
                 raise ServerError(f"it has not answered for {self.silence_s:g} s", code="timeout")

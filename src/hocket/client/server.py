@@ -20,14 +20,15 @@ from hocket.types import Image, TokenIds
 A = TypeVar("A", bound=pydantic.BaseModel)
 R = TypeVar("R", bound=protocol.Request[Any])
 
-# pydantic's own choice takes three times as long.
+# Left to right, as pydantic's own choice between the two takes three times as long.
 _STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydantic.TypeAdapter(
     Annotated[protocol.StreamLine | protocol.StreamEnd, pydantic.Field(union_mode="left_to_right")]
 )
 HEALTH_TIMEOUT_S = 10.0
-CHUNK_BYTES = 1 << 20
-IMAGE_BYTES = 40 << 20  # of a request: it has 64 MiB, and base64 is a third longer
-JSON = {"Content-Type": "application/json"}  # vLLM's routes want it said
+CHUNK_BYTES = 1 << 20  # bytes that are read from the disk at once
+# Bytes of all images in a request: it may have 64 MiB, and base64 makes them a third longer.
+IMAGE_BYTES = 40 << 20
+JSON = {"Content-Type": "application/json"}  # vLLM's routes require this header
 _OTHER = "if another program is there, correct the URL, else start this version"
 
 
@@ -36,11 +37,11 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
 
     def __init__(
         self,
-        url: str,  # "http://127.0.0.1:8000"
+        url: str,  # base URL: "http://127.0.0.1:8000"
         *,
         token: str | None = None,  # bearer token
-        trainer: str | None = None,  # its id
-        transport: httpx.AsyncBaseTransport | None = None,  # for tests
+        trainer: str | None = None,  # id of the trainer, sent with every request
+        transport: httpx.AsyncBaseTransport | None = None,  # for tests: calls an app in memory
     ) -> None:
         self.url = url
         self._trainer = trainer
@@ -50,37 +51,43 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             limits=httpx.Limits(max_connections=None),  # /health must not wait behind rollouts
             timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # `_deadline` bounds a call
             transport=transport,
-            trust_env=False,  # a proxy knows nothing of local servers
+            trust_env=False,  # a proxy of the environment can't reach local servers
         )
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     async def close(self) -> None:
+        """Close the connections. Calls under way raise ServerError."""
         await self._http.aclose()
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called."""
         return self._http.is_closed
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> protocol.Health:
+        """Get the server's health. Raises ServerError."""
         return await self._call("GET", "/health", protocol.Health, timeout_s)
 
     async def ask(self, request: protocol.Request[A], *, timeout_s: float) -> A:
-        """Return the answer. Raises ServerError."""
+        """Send a request and wait for its answer. Raises ServerError."""
         content = self._signed(request).model_dump_json()
         return await self._call("POST", request.route, request.answer, timeout_s, content)
 
     async def close_session(self, name: str, *, timeout_s: float) -> protocol.AgentRecord:
+        """Close an agent's session and get the record of its calls. Raises ServerError."""
         return await self._call("DELETE", f"/sessions/{name}", protocol.AgentRecord, timeout_s)
 
     async def generate(
         self, request: protocol.GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[protocol.StreamLine, None]:
-        """Yield completions as they end. Use `aclosing`: the deadline runs until then."""
-        body = self._signed(
-            request.model_copy(update={"stream": True, "packed": True})
-        ).model_dump_json()
+        """Yield completions as they end. Raises ServerError.
+
+        Use it by `contextlib.aclosing`: the deadline runs until the generator is closed.
+        """
+        request = request.model_copy(update={"stream": True, "packed": True})
+        body = self._signed(request).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
             self._http.stream("POST", "/generate", content=body) as response,
@@ -88,31 +95,35 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             if response.is_error:
                 await response.aread()
                 _raise_for_error(response)
-            async for line in response.aiter_lines():  # ASCII: no text looks like the end of a line
+            # The answer is ASCII, so no character in a text looks like the end of a line.
+            async for line in response.aiter_lines():
                 item = _STREAM.validate_json(line)
                 if isinstance(item, protocol.StreamLine):
                     yield item
                 elif item.error is not None:
-                    raise ServerError(
-                        f"{self.url}/generate broke off: {_text(item.error)}", code=item.error.code
-                    )
+                    message = f"{self.url}/generate broke off: {_text(item.error)}"
+                    raise ServerError(message, code=item.error.code)
                 else:
                     return
-        raise ServerError(
-            f"{self.url}/generate was cut before its end; see the server's log", code="cut"
-        )
+        # The connection ended without a StreamEnd.
+        message = f"{self.url}/generate was cut before its end; see the server's log"
+        raise ServerError(message, code="cut")
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
-        """Send a version; return its DiskSource's name. Raises ServerError, or SyncError on reading."""
-        parts = [
-            path.name
-            for path in (*sorted(folder.glob("*.safetensors")), *folder.glob(manifest.ADAPTER_FILE))
-        ]
+        """Send a version, and return the name of its DiskSource on the server.
+
+        Raises:
+            ServerError: The server refused a file or can't be reached.
+            SyncError: A file can't be read here.
+        """
+        paths = sorted(folder.glob("*.safetensors"))
+        paths += folder.glob(manifest.ADAPTER_FILE)
+        names = [path.name for path in paths]
+        names += [manifest.MANIFEST_FILE, manifest.COMPLETE_FILE]  # COMPLETE is sent last
         async with self._deadline(timeout_s, "/upload"):
-            for file in (*parts, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE):  # COMPLETE last
-                response = await self._http.put(
-                    f"/upload/{name}/{file}", content=_chunks(folder / file)
-                )
+            for file in names:
+                url = f"/upload/{name}/{file}"
+                response = await self._http.put(url, content=_chunks(folder / file))
                 uploaded = _parse(protocol.DiskSource, response)
         return uploaded.name
 
@@ -120,48 +131,51 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         self, method: str, route: str, answer: type[A], timeout_s: float, content: str | None = None
     ) -> A:
         async with self._deadline(timeout_s, route):
-            return _parse(
-                answer, await self._http.request(method, route, content=content, headers=JSON)
-            )
+            response = await self._http.request(method, route, content=content, headers=JSON)
+            return _parse(answer, response)
 
     def _signed(self, request: R) -> R:
         return request.model_copy(update={"trainer": self._trainer})
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:
-        """Raise the body's failures as ServerErrors."""
+        """Bound the time of the body, and raise its failures as ServerErrors."""
         try:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError as error:
-            raise ServerError(
-                f"{self.url}{route} did not finish in {seconds:g} s", code="timeout"
-            ) from error
+            message = f"{self.url}{route} did not finish in {seconds:g} s"
+            raise ServerError(message, code="timeout") from error
         except httpx.TransportError as error:
             message = f"can't reach {self.url}{route}: {cause_of(error)}; start one there: {program()} serve CONFIG"
             raise ServerError(message, code="unreachable") from error
         except (httpx.DecodingError, pydantic.ValidationError) as error:
             cause = " ".join(redacted(str(error))[:200].split())
-            message = f"{self.url}{route} answered what no hocket server of this version does: {cause}; {_OTHER}"
+            message = (
+                f"{self.url}{route} answered what no hocket server of this version does: "
+                f"{cause}; {_OTHER}"
+            )
             raise ServerError(message, code="protocol") from error
         except RuntimeError as error:
+            # httpx raises it for a client that is closed: the pool has dropped the server.
             if not self.is_closed:
                 raise
-            raise ServerError(
-                f"can't reach {self.url}{route}: the server has left", code="unreachable"
-            ) from error
+            message = f"can't reach {self.url}{route}: the server has left"
+            raise ServerError(message, code="unreachable") from error
 
 
 def prompt_input(token_ids: TokenIds, images: Sequence[Image]) -> protocol.PromptInput:
-    """Return a prompt as servers take it: each image's placeholder for its tokens, and the images beside."""
-    short = list(token_ids)
+    """Shorten a prompt to the form that servers take.
+
+    Each image's tokens become its one placeholder, and the images are sent beside the token ids.
+    """
+    short_ids = list(token_ids)
     if not images:
-        return short
-    for image in reversed(images):
-        short[image.start : image.start + image.length] = [image.placeholder]
-    return protocol.ImagePrompt(
-        token_ids=short, images=[base64.b64encode(image.data).decode() for image in images]
-    )
+        return short_ids
+    for image in reversed(images):  # from the last one, as `start` counts in the long prompt
+        short_ids[image.start : image.start + image.length] = [image.placeholder]
+    files = [base64.b64encode(image.data).decode() for image in images]
+    return protocol.ImagePrompt(token_ids=short_ids, images=files)
 
 
 def _parse(model: type[A], response: httpx.Response) -> A:
@@ -178,7 +192,7 @@ def _raise_for_error(response: httpx.Response) -> None:
         code = error.code
     except pydantic.ValidationError:
         message = f"{redacted(response.text)[:200]!r}; {_OTHER}"
-        code = "body_too_large" if status == 413 else "protocol"  # 413: of a proxy in between
+        code = "body_too_large" if status == 413 else "protocol"  # 413 comes from a proxy between
     if status == 401:
         message = "it has a token: set the same server.token here, or $HOCKET_TOKEN"
     raise ServerError(
@@ -187,6 +201,7 @@ def _raise_for_error(response: httpx.Response) -> None:
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    """Yield a file's bytes, read in a thread. Raises SyncError."""
     try:
         with path.open("rb") as file:
             while chunk := await run_in_thread(file.read, CHUNK_BYTES):

@@ -1,4 +1,7 @@
-"""Have servers work for one trainer alone: the first look claims a server, heartbeats keep it (sync.take_over)."""
+"""Have servers work for one trainer alone (sync.take_over).
+
+The first look claims a server, and heartbeats keep it.
+"""
 
 import asyncio
 import dataclasses
@@ -8,11 +11,17 @@ from hocket.client.member import Member, State
 from hocket.client.pool import LOOK_S, ServerPool
 from hocket.protocol import Health, HeartbeatRequest
 
-BEAT_S = 5.0  # between heartbeats; a server is free after a minute without
+BEAT_S = 5.0  # seconds between heartbeats; a server is free after a minute without one
 
 
 def claim(pool: ServerPool, trainer: str, *, take_over: bool) -> None:
-    """Have a pool claim each server that it looks at for a trainer; `take_over`: from other ones, once each."""
+    """Claim each server that a pool looks at for one trainer.
+
+    Args:
+        pool: The pool, before it is opened.
+        trainer: The trainer's id.
+        take_over: Whether a server that works for another trainer is taken from it, once.
+    """
     claims = Claims(pool, trainer, take_over)
     pool.look = claims.look
     pool.repeat(BEAT_S, claims.beat_all)
@@ -21,31 +30,41 @@ def claim(pool: ServerPool, trainer: str, *, take_over: bool) -> None:
 
 @dataclasses.dataclass
 class Claims:
+    """The servers that a trainer has claimed."""
+
     pool: ServerPool
-    trainer: str  # its id
+    trainer: str  # the trainer's id
     take_over: bool
-    _held: set[Member] = dataclasses.field(default_factory=set)  # they have worked for this trainer
-    _failing: set[Member] = dataclasses.field(default_factory=set)  # of which it was said
+    _held: set[Member] = dataclasses.field(default_factory=set)  # servers claimed at some time
+    _failing: set[Member] = dataclasses.field(default_factory=set)  # servers reported as failing
 
     async def look(self, member: Member) -> Health:
+        """Claim a server. Raises ServerError where another trainer has it.
+
+        A server that was claimed once is not taken over again: then two trainers would take it
+        from each other for ever.
+        """
         health = await self._beat(member, take_over=self.take_over and member not in self._held)
         self._held.add(member)
         return health
 
     async def beat_all(self, *, leaving: bool = False) -> None:
-        """Send the servers a heartbeat, so that no other trainer gets them; the run goes on where that fails."""
-        self._held.intersection_update(self.pool.members)
+        """Send the servers a heartbeat, so that no other trainer gets them.
+
+        The run goes on where that fails.
+        """
+        self._held.intersection_update(self.pool.members)  # some may have left the pool
         held = [member for member in self._held if member.state is not State.LEFT_OUT]
         await asyncio.gather(*(self._keep(member, leaving) for member in held))
 
     async def _keep(self, member: Member, leaving: bool) -> None:
         try:
             member.health = await self._beat(member, leaving=leaving)
-        except Exception as error:  # noqa: BLE001 - requests to the server will say what it means for the run
+        except Exception as error:  # noqa: BLE001 - requests will show what it means for the run
             if member.is_up and not leaving and member not in self._failing:
                 self._failing.add(member)
-                lost = "after a minute without heartbeats another trainer may have it"
-                self.pool.say(f"server {member.url} took no heartbeat ({lost}): {error}")
+                risk = "after a minute without heartbeats another trainer may have it"
+                self.pool.say(f"server {member.url} took no heartbeat ({risk}): {error}")
 
     async def _beat(
         self, member: Member, *, take_over: bool = False, leaving: bool = False

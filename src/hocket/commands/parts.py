@@ -51,7 +51,7 @@ from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health
 from hocket.protocol.manifest import model_shapes
 from hocket.rewards.scorer import RewardCalls, RewardScorer
-from hocket.rollout.collect import Play, Seat
+from hocket.rollout.collect import Play, Slot
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.rollout.replay import Replay
@@ -357,9 +357,9 @@ class Parts(AbstractContextManager["Parts"]):
         if lengths == {"": self.config.rollout.max_tokens}:
             return plays[""]  # nothing to look up
 
-        async def play(prompt: Prompt, seat: Seat) -> Rollout:
-            sampling = seat.sampling.model_copy(update={"max_tokens": lengths[prompt.source]})
-            return await plays[prompt.source](prompt, dataclasses.replace(seat, sampling=sampling))
+        async def play(prompt: Prompt, slot: Slot) -> Rollout:
+            sampling = slot.sampling.model_copy(update={"max_tokens": lengths[prompt.source]})
+            return await plays[prompt.source](prompt, dataclasses.replace(slot, sampling=sampling))
 
         return play
 

@@ -410,7 +410,9 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
         try:
             columns = columns_of(row, ())
             if {"group_id", "prompt_id", "parts"} <= columns.keys():  # of a run
-                rollout = rollout_of(without_format(columns, file), place, file.absolute().parents[1])
+                rollout = rollout_of(
+                    without_format(columns, file), place, file.absolute().parents[1]
+                )
                 group = columns["group_id"]
             else:
                 rollout = rollout_of({**sample_of(columns, config.data), "id": place})

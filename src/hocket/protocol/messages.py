@@ -14,41 +14,49 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from hocket.types import FinishReason, Image, InFlight
 
 _A = TypeVar("_A", bound=pydantic.BaseModel)
-FAIL_FAST = Field(
-    fail_fast=True
-)  # or a wrong list costs a thousand times its size: pydantic explains each item
+# Stop at a list's first wrong item. Otherwise pydantic explains each item, and a wrong list costs a
+# thousand times its size.
+FAIL_FAST = Field(fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
-Dtype = Annotated[
-    str, Field(pattern="^(float32|bfloat16|float16)$")
-]  # of weights, as torch names it
+Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # of weights, torch's name
 VersionSpan = tuple[int, int, int]  # (weight version, start, end) of the tokens that it sampled
+
+
+# Prompts
 
 
 @pydantic.with_config(extra="forbid", strict=True)
 class TextPart(TypedDict):
+    """A part of a message's content that is text."""
+
     type: Literal["text"]
     text: str
 
 
 @pydantic.with_config(extra="forbid", strict=True)
 class ImageUrl(TypedDict):
+    """An image as a data URL."""
+
     url: str  # "data:image/png;base64,..."
-    detail: NotRequired[Any]  # of OpenAI's API; has no effect
+    detail: NotRequired[Any]  # a field of OpenAI's API, without effect
 
 
 @pydantic.with_config(extra="forbid", strict=True)
 class ImagePart(TypedDict):
+    """A part of a message's content that is an image."""
+
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-ContentParts = Annotated[
-    list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], FAIL_FAST
-]
+_ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+ContentParts = Annotated[list[_ContentPart], FAIL_FAST]
 
 
 @pydantic.with_config(extra="forbid", strict=True)
 class ChatMessage(TypedDict):
+    """One message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | ContentParts
     name: NotRequired[Any]
@@ -56,30 +64,29 @@ class ChatMessage(TypedDict):
     tool_call_id: NotRequired[Any]
 
 
+TokenIdList = Annotated[list[TokenId], FAIL_FAST]
+
+
 @pydantic.with_config(extra="forbid", strict=True)
 class ImagePrompt(TypedDict):
-    """Token ids with images, of each of which they have but its placeholder: the engine puts in the rest."""
+    """Token ids with images. The ids have one placeholder per image, which the engine expands."""
 
-    token_ids: Annotated[list[TokenId], FAIL_FAST]
-    images: Annotated[
-        list[str], FAIL_FAST
-    ]  # of each placeholder: a file in base64, or as a data URL
+    token_ids: TokenIdList
+    # A file for each placeholder: base64, or a data URL.
+    images: Annotated[list[str], FAIL_FAST]
 
 
-PromptInput = (
-    str
-    | Annotated[list[TokenId], FAIL_FAST]
-    | Annotated[list[ChatMessage], FAIL_FAST]
-    | ImagePrompt
-)
-"""Text, token ids, a chat, or token ids with images."""
-MAX_PROMPTS = 1024
-MAX_SAMPLES = 128
-MAX_COMPLETIONS = 1 << 14
-"""Prompts of one request, completions of one of them, and of all together."""
+PromptInput = str | TokenIdList | Annotated[list[ChatMessage], FAIL_FAST] | ImagePrompt
+"""A prompt: text, token ids, a chat, or token ids with images."""
+MAX_PROMPTS = 1024  # prompts of one request
+MAX_SAMPLES = 128  # completions of one prompt
+MAX_COMPLETIONS = 1 << 14  # completions of one request
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
 Status = Literal["ready", "updating", "asleep", "failed"]
+
+
+# The server's state
 
 
 class Strict(pydantic.BaseModel):
@@ -91,6 +98,8 @@ class Strict(pydantic.BaseModel):
 
 
 class ErrorBody(Strict):
+    """An error with its code, and a hint that says what to do."""
+
     code: str
     message: str
     hint: str
@@ -103,11 +112,11 @@ class ErrorResponse(Strict):
 
 
 CURABLE = ("asleep", "reload_failed", "not_resumed")
-"""Codes of `Health.error` that a reload may mend: a server with any other one must be started again."""
+"""Codes of `Health.error` that a reload may mend. With any other one, restart the server."""
 
 
 class Health(Strict):
-    """GET /health, which needs no token."""
+    """Answer to GET /health, which needs no token."""
 
     status: Status
     version: int
@@ -116,35 +125,39 @@ class Health(Strict):
     architecture: str  # ModelShapes.architecture
     vocab_size: int
     max_length: int
-    max_adapter_rank: int  # 0: it takes no adapters
+    max_adapter_rank: int  # 0: the server takes no adapters
     tokenizer_sha256: str
     session: str  # new after every start of the server
-    in_flight: int  # completions
-    root: str  # folder of the versions
+    in_flight: int  # number of unfinished completions
+    root: str  # folder of the published versions
     device: str  # "cpu" or "cuda"
-    workers: int  # processes that hold weights
-    kv_tokens: int  # that fit into the KV cache
-    waiting: int | None = None  # completions that the engine has not begun
-    kv_use: float | None = None  # share of the KV cache
+    workers: int  # number of processes that hold weights
+    kv_tokens: int  # number of tokens that fit into the KV cache
+    waiting: int | None = None  # number of completions that the engine has not begun
+    kv_use: float | None = None  # share of the KV cache in use
     error: ErrorBody | None = None
 
 
+# Generation
+
+
 class Request(Strict, Generic[_A]):
-    """What a client sends."""
+    """A message that a client sends to a route; `answer` is the type of the answer."""
 
     route: ClassVar[str]
     answer: ClassVar[Any]
-    trainer: str | None = Field(None, min_length=1, max_length=128)  # None: curl, eval or the like
+    # The trainer's id. None: curl, eval or the like.
+    trainer: str | None = Field(None, min_length=1, max_length=128)
 
 
 class SamplingParams(Strict):
-    """How to sample; temperature 0 is greedy."""
+    """The parameters of sampling; temperature 0 is greedy."""
 
     temperature: float = Field(1.0, ge=0.0, le=2.0)  # vLLM takes no higher one
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
-    # Strict would take no list from FastAPI.
+    # Not strict: FastAPI parses JSON to lists, which a strict tuple would refuse.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), max_length=16, strict=False, fail_fast=True
     )
@@ -155,22 +168,27 @@ class SamplingParams(Strict):
 class Toolbox(Strict):
     """Functions that a model may call, as OpenAI's API describes them. Prompts stay as they are."""
 
-    parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
+    parser: str = Field(min_length=1)  # vLLM's name for the format of calls: "hermes"
     tools: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=1024, fail_fast=True)
 
 
 class ToolCall(Strict):
+    """A call of a function, as the model wrote it."""
+
     name: str
-    arguments: str  # JSON of the model
+    arguments: str  # JSON
     id: str = ""
 
 
 class Column:
-    """A field with a number per token: a list in JSON or, in a `packed` stream, base64 of an array."""
+    """A field with a number per token.
+
+    In JSON it is a list. In a `packed` stream it is the memory of an array, in base64.
+    """
 
     def __init__(self, listed: Any, code: str) -> None:
-        self._listed = listed
-        self._code = code  # of the array: "I" or "f", 4 bytes each
+        self._listed = listed  # type of the list
+        self._code = code  # type code of the array: "I" or "f", 4 bytes each
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: pydantic.GetCoreSchemaHandler
@@ -188,7 +206,7 @@ class Column:
             return value
         if not isinstance(value, str):
             raise ValueError("must be a list, or base64")
-        import numpy as np  # here, as a launcher needs none
+        import numpy as np  # not at the top, as a launcher needs none
 
         numbers = _in_wire_order(array(self._code, base64.b64decode(value, validate=True)))
         if not np.isfinite(numbers).all():
@@ -196,13 +214,13 @@ class Column:
         return numbers
 
     def _write(self, values: Sequence[float], info: pydantic.SerializationInfo) -> Any:
-        if not info.context:
+        if not info.context:  # the server sets a context for a packed stream
             return tuple(values)
         return base64.b64encode(_in_wire_order(array(self._code, values))).decode()
 
 
 def _in_wire_order(numbers: "array[Any]") -> "array[Any]":
-    """Swap the bytes of numbers where this machine is not little-endian, as messages are."""
+    """Swap the bytes of numbers if this machine is not little-endian, as messages are."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
@@ -212,17 +230,17 @@ class Completion(Strict):
     """One sampled completion of at least one token."""
 
     token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "I")]
-    logprobs: Annotated[
-        Sequence[float], Column(tuple[float, ...], "f")
-    ]  # under the distribution sampled from
-    text: str  # of the turn, with its tokens in the prompt (`begun`); without the stop token, or stop string
-    after_text: str = Field(
-        default="", exclude_if=lambda text: not text
-    )  # the stop string, and the rest of its token
+    # Under the distribution that was sampled from: after temperature, top_p and top_k.
+    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "f")]
+    # The text of the turn: also of the turn's tokens in the prompt (`begun`), but without the stop
+    # token or stop string.
+    text: str
+    # The stop string, and the rest of the token in which it ends.
+    after_text: str = Field(default="", exclude_if=lambda text: not text)
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = Field(min_length=1)
     tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
-    # What the engine read of a prompt with images, whole; else ().
+    # The whole prompt as the engine read it, if the prompt has images; else ().
     prompt_token_ids: tuple[TokenId, ...] = Field(default=(), exclude_if=lambda ids: not ids)
 
     @pydantic.model_validator(mode="after")
@@ -230,7 +248,8 @@ class Completion(Strict):
         count = len(self.token_ids)
         if count != len(self.logprobs) or not count:
             raise ValueError(
-                f"{count} token_ids with {len(self.logprobs)} logprobs: as many are needed, at least one"
+                f"{count} token_ids with {len(self.logprobs)} logprobs: as many are needed, "
+                "at least one"
             )
         return self
 
@@ -238,7 +257,7 @@ class Completion(Strict):
 class GenerateResponse(Strict):
     """Answer to /generate: completions[i][j] is the j-th of prompt i."""
 
-    version: int  # at the end
+    version: int  # weight version at the end
     model: str
     completions: list[list[Completion]]
 
@@ -246,7 +265,8 @@ class GenerateResponse(Strict):
 class GenerateRequest(Request[GenerateResponse]):
     """POST /generate. With `stream` the answer is NDJSON in ASCII: StreamLines, then a StreamEnd.
 
-    Prompt i has one completion per seed in seeds[i], or `n`, the j-th with seed sampling.seed + i·n + j.
+    Prompt i has one completion per seed in seeds[i]. Without `seeds` it has `n` completions, the
+    j-th with seed sampling.seed + i·n + j.
     """
 
     route = "/generate"
@@ -256,24 +276,27 @@ class GenerateRequest(Request[GenerateResponse]):
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
     fit: bool = False  # lower max_tokens to what the context leaves
     stream: bool = False
-    packed: bool = False  # little-endian uint32 and float32 in base64
+    packed: bool = False  # send numbers as little-endian uint32 and float32 in base64
     seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
-    session: str | None = None  # of the server: refused after a restart
+    session: str | None = None  # session of the server: the request is refused after a restart
     tools: Toolbox | None = None
-    # Of each prompt, how many of its last tokens the model wrote in the same turn: text and calls are the whole turn's.
+    # For each prompt, the number of its last tokens that the model sampled in this turn already.
+    # Text and tool calls are those of the whole turn.
     begun: Annotated[list[Annotated[int, Field(ge=0)]], FAIL_FAST] | None = Field(
         None, max_length=MAX_PROMPTS
     )
 
 
 class StreamLine(Strict):
+    """A line of a stream: a completion of prompt number `prompt`, the `index`-th of it."""
+
     prompt: int
     index: int
     completion: Completion
 
 
 class StreamEnd(Strict):
-    """The last line; without it the answer was cut."""
+    """The last line of a stream. Without it the answer was cut."""
 
     done: Literal[True] = True
     version: int
@@ -281,42 +304,58 @@ class StreamEnd(Strict):
     error: ErrorBody | None = None  # why generation broke off
 
 
+# Sessions of agents
+
+
 class SessionResponse(Strict):
+    """Answer to /sessions: how an agent reaches its session."""
+
     id: str
-    key: str  # in place of the server's token
-    model: str  # the agent may name any other
+    key: str  # key that the agent sends in place of the server's token
+    model: str  # model name for the agent's calls, which may have any other
 
 
 class SessionRequest(Request[SessionResponse]):
-    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever they ask."""
+    """POST /sessions: open a session, whose calls to /sessions/ID/v1 are recorded.
+
+    All calls are sampled in the way set here, whatever they ask for.
+    """
 
     route = "/sessions"
     answer = SessionResponse
     sampling: SamplingParams
     max_length: int = Field(ge=2)  # tokens of prompt and completion
     max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0, le=100_000)  # without a call, then it is forgotten
-    session: str | None = None  # as in a GenerateRequest
+    idle_timeout_s: float = Field(gt=0, le=100_000)  # seconds without a call until it is forgotten
+    session: str | None = None  # session of the server, as in a GenerateRequest
 
 
 class AgentCall(Strict):
+    """One call of an agent: what the model read and sampled."""
+
     model_config = pydantic.ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-    id: str = ""  # of vLLM's answer
+    id: str = ""  # id of vLLM's answer
     prompt_token_ids: tuple[int, ...]
     images: tuple[Image, ...] = Field(default=(), exclude_if=lambda images: not images)
     seed: Seed | None = None
-    completion: Completion | None  # None: failed, or has not ended
+    completion: Completion | None  # None: the call failed, or has not ended
 
 
 class AgentRecord(Strict):
-    """Answer to GET and DELETE /sessions/ID: calls as they began."""
+    """Answer to GET and DELETE /sessions/ID: the calls, in the order in which they began."""
 
     calls: tuple[AgentCall, ...]
     cut_off: bool  # a call was over max_calls or max_length
 
 
+# Weights
+
+
 class DiskSource(Strict):
-    """A folder under the server's root, with a whole version or an adapter; the answer to PUT /upload, too."""
+    """A folder under the server's root, with a whole version or an adapter.
+
+    PUT /upload answers with one, too.
+    """
 
     kind: Literal["disk"] = "disk"
     name: str = Field(min_length=1, max_length=512)
@@ -330,26 +369,26 @@ class AdapterConfig(Strict):
     base_model_name_or_path: str
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
-    target_modules: list[str] = Field(
-        min_length=1, max_length=1024, fail_fast=True
-    )  # last parts of layers' names
+    # The last parts of layers' names.
+    target_modules: list[str] = Field(min_length=1, max_length=1024, fail_fast=True)
 
 
 class TensorLayout(Strict):
+    """Name, type and shape of a tensor in a bucket."""
+
     name: str
     dtype: Dtype
     shape: list[int] = Field(max_length=16, fail_fast=True)
 
 
 class GroupAddress(Strict):
-    """The weight group that the workers are to be in."""
+    """The weight group that the workers are to join."""
 
     name: str = Field(min_length=1, max_length=128)  # new for every attempt
-    host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
+    host: str = Field(min_length=1, max_length=253)  # host of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
-    device: (
-        str | None
-    )  # the trainer's GPU, as NCCL connects no two processes on one; None: gloo connects CPUs
+    # The trainer's GPU, as NCCL connects no two processes on one. None: gloo connects CPUs.
+    device: str | None
     timeout_s: float = Field(gt=0)
 
 
@@ -365,17 +404,20 @@ class CollectiveSource(Strict):
 
 
 class OtherSource(Strict, extra="allow"):
-    """A version that comes in a way of its own: the part of the server that knows this kind reads the other fields."""
+    """A version that comes in a way of its own.
+
+    The part of the server that knows this kind reads the other fields.
+    """
 
     kind: str = Field(min_length=1, max_length=64)
 
 
 def _tag(source: Any) -> str:
-    kind = (
-        source.get("kind", "disk")
-        if isinstance(source, Mapping)
-        else getattr(source, "kind", "other")
-    )
+    """Choose the class of a source by its kind."""
+    if isinstance(source, Mapping):
+        kind = source.get("kind", "disk")
+    else:
+        kind = getattr(source, "kind", "other")
     return kind if kind in ("disk", "nccl") else "other"
 
 
@@ -388,7 +430,7 @@ Source = Annotated[
 
 
 class ReloadResponse(Strict):
-    """What the server holds; the checksum is of what went into the model."""
+    """The version that the server holds; the checksum is of the tensors loaded into the model."""
 
     version: int
     seconds: float
@@ -398,9 +440,9 @@ class ReloadResponse(Strict):
 
 
 class ReloadRequest(Request[ReloadResponse]):
-    """POST /reload_weights. A version already held is not loaded.
+    """POST /reload_weights. A version that the server holds already is not loaded.
 
-    With `compare` it comes once more, and the model is compared with it.
+    With `compare` it is sent once more, and the model is compared with it.
     """
 
     route = "/reload_weights"
@@ -412,12 +454,15 @@ class ReloadRequest(Request[ReloadResponse]):
 
 
 class SleepRequest(Request[Health]):
-    """POST /sleep: the engine leaves the GPU until a reload, if only of what it holds; kept requests then go on."""
+    """POST /sleep: the engine leaves the GPU until a reload, even of the version that it holds.
+
+    Then requests that were kept go on.
+    """
 
     route = "/sleep"
     answer = Health
     # 1 keeps the weights on the CPU; after 2 only a reload brings the engine back.
-    level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
+    level: int = Field(1, ge=1, le=2)  # not Literal[1, 2], which would take true for 1
     in_flight: InFlight = "keep"
 
 
@@ -427,19 +472,21 @@ class HeartbeatRequest(Request[Health]):
     route = "/heartbeat"
     answer = Health
     trainer: str = Field(min_length=1, max_length=128)
-    take_over: bool = False  # from another trainer
-    leaving: bool = False
+    take_over: bool = False  # take the server from another trainer
+    leaving: bool = False  # free the server
 
 
 class TensorSpec(Strict):
+    """Type, shape and checksum of a published tensor."""
+
     dtype: Dtype
     shape: list[int]
     checksum: str  # manifest.tensor_checksum
 
 
 class Manifest(Strict):
-    """manifest.json of a published version."""
+    """The manifest.json of a published version."""
 
     version: int
-    tensors: dict[str, TensorSpec]  # all, also of a delta
-    checksum: str  # of all tensors
+    tensors: dict[str, TensorSpec]  # all tensors of the version, also in a delta
+    checksum: str  # checksum of all tensors

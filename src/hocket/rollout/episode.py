@@ -1,6 +1,7 @@
 """Play one episode: model and environment take turns in one flat sequence of tokens.
 
-The model's go in exactly as sampled; the environment's messages are rendered to tokens that follow.
+The model's tokens enter the sequence exactly as sampled. The environment's messages are rendered to
+tokens that follow them.
 """
 
 import asyncio
@@ -9,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 from hocket.client.batcher import Turn
@@ -19,38 +19,40 @@ from hocket.envs import Action, Environment, Observation, Step
 from hocket.envs.base import History
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.rollout.history import Conversation
 from hocket.rollout.transcript import Transcript
 from hocket.types import Image, Message, Prompt, Rollout, TokenSequence
 
 RequestTurn = Callable[[Turn], Awaitable[Completion]]
-"""Has the model take a turn: Batcher.ask."""
-MAX_SHORTENED = 16  # times that history is shortened until it fits
+"""Requests a model turn and waits for its completion: Batcher.ask. Raises ServerError."""
+MAX_SHORTENED = 16  # times that a history is shortened until it fits
 _RENDERING = ThreadPoolExecutor(1, "render")  # two threads must not use a tokenizer at once
 
 
 class EpisodeError(Exception):
-    """Environment or agent failed."""
+    """The environment or agent failed; the episode ends with an error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where an episode is cut off."""
+    """The bounds at which an episode is cut off."""
 
     max_turns: int
     max_length: int  # tokens of the whole sequence
-    timeout_s: float  # in the environment, or of an agent
-    history: History | None = (
-        None  # shortens what outgrows max_length; None: the episode ends there
-    )
+    timeout_s: float  # seconds in the environment, or of an agent
+    # Shortens the conversation once it outgrows max_length. None: the episode ends there.
+    history: History | None = None
 
 
 class TokenBudget:
-    """FIFO token budget: an episode starts when its tokens fit, or when no other is under way."""
+    """A budget of tokens that episodes hold, first come, first served.
+
+    An episode starts when its tokens fit, or when no other is under way.
+    """
 
     def __init__(self, limit: Callable[[], int] = lambda: 0) -> None:
-        self._limit = limit  # at the moment; 0 where there is none
+        self._limit = limit  # returns the limit at the moment; 0 where there is none
         self.held = 0
         self._first_in_line = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -64,70 +66,81 @@ class TokenBudget:
             self.held += tokens
 
     def change(self, tokens: int) -> None:
-        """Hold more tokens, or fewer; an episode that has begun never waits."""
+        """Hold more tokens, or fewer; an episode that has started never waits."""
         self.held += tokens
         self._changed.set()
 
 
 class Added(NamedTuple):
-    """What is added to a sequence before a turn."""
+    """The tokens that are added to a sequence before a turn."""
 
     token_ids: Sequence[int]
-    images: Images = ()  # whose tokens are among them
+    images: Images = ()  # the images whose tokens are among them
 
 
 NOTHING = Added(())
 
 
 def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
+    """Count the tokens of a prompt with the longest completion."""
     return len(prompt.token_ids) + sampling.max_tokens
 
 
-def late(seat: Seat, failed: ServerError) -> str:
-    """Return the error of an episode that a failure of the servers ends after its deadline; raise an earlier one."""
-    if not seat.deadline.over:
+def late(slot: Slot, failed: ServerError) -> str:
+    """Describe a failure of the servers that ends an episode after its deadline.
+
+    Before the deadline the failure itself is raised.
+    """
+    if not slot.deadline.over:
         raise failed
     return (
-        f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
+        f"the episode was not over within {slot.deadline.seconds:g} s (rollout.timeout_s): {failed}"
     )
 
 
 @dataclasses.dataclass
 class Episode:
-    """One episode; it is a whole sequence after every turn, also where the next one fails.
+    """One episode; its sequence is complete after every turn, also if the next turn fails.
 
-    It waits until its tokens fit (`budget`), makes its environment and has it reset. Then it takes
-    turns: what the environment says is rendered and added to the transcript, the model completes
-    that, the environment answers by a step. A step that is done ends it; where a limit does, the
-    environment is asked once more (`truncated`). In the end it is closed, whatever has failed.
+    `play` has these steps:
 
-    Two things outlast a turn: the transcript, which a shorter history replaces, and the conversation
-    that history is made of (history.py). What else an observation brings, its pictures too, goes
-    from method to method.
+    1. Wait until the episode's tokens fit into the budget.
+    2. Make the environment and reset it.
+    3. Take turns: render the observation and add it to the transcript, have the model complete it,
+       and pass the completion to the environment's step.
+    4. Stop once a step is done. If a limit ends the episode, `truncated` gives the last reward.
+    5. Close the environment, whatever has failed.
+
+    Two things outlast a turn: the transcript, which a shorter history replaces by a new one, and
+    the conversation that histories are made from (history.py). All else in an observation, its
+    images too, is passed from method to method.
     """
 
     prompt: Prompt
-    seat: Seat
-    make: Callable[[], Environment]  # for it alone
+    slot: Slot
+    make: Callable[[], Environment]  # makes an environment for this episode alone
     ask: RequestTurn
-    renderer: Renderer  # of the prompt's data
+    renderer: Renderer  # renderer of the prompt's data
     limits: Limits
     budget: TokenBudget
 
     def __post_init__(self) -> None:
-        self._transcript = Transcript(
-            self.prompt.token_ids, self.prompt.opening, self.prompt.images
-        )
-        self._finished: list[TokenSequence] = []  # before history was shortened
-        self._conversation = Conversation(self.prompt.messages or ())
-        self._environment = Environment()  # until it is made
+        prompt = self.prompt
+        self._transcript = Transcript(prompt.token_ids, prompt.opening, prompt.images)
+        self._finished: list[TokenSequence] = []  # sequences before the history was shortened
+        self._conversation = Conversation(prompt.messages or ())
+        self._environment = Environment()  # stands in until the episode's own is made
         self._reward = 0.0
-        self._left_s = self.limits.timeout_s
-        self._num_asked = 0
-        self._held = most_tokens(self.prompt, self.seat.sampling)
+        self._remaining_s = self.limits.timeout_s  # seconds that the environment may still take
+        self._num_requests = 0
+        self._held = most_tokens(prompt, self.slot.sampling)  # tokens in the budget
 
     async def play(self) -> Rollout:
-        """Play it; one that fails or is late has an error. Raise only ServerError."""
+        """Play the episode. One that fails or is late becomes a rollout with an error.
+
+        Raises:
+            ServerError: The servers failed before the deadline.
+        """
         error = None
         await self.budget.start(self._held)
         try:
@@ -135,13 +148,15 @@ class Episode:
         except EpisodeError as failed:
             error = f"environment: {failed}"
         except ServerError as failed:
-            error = late(self.seat, failed)
+            error = late(self.slot, failed)
         finally:
             self._hold(0)
+        sequences = self._finished.copy()
+        sequences.append(self._transcript.sequence())
         return Rollout(
-            id=self.seat.id,
+            id=self.slot.id,
             prompt=self.prompt,
-            sequences=(*self._finished, self._transcript.sequence()),
+            sequences=tuple(sequences),
             reward=self._reward if self._environment.gives_reward else None,
             error=error,
             metrics=self._environment.metrics,
@@ -152,52 +167,62 @@ class Episode:
         self._held = tokens
 
     async def _play(self) -> None:
+        """Make the environment, take the turns, close the environment."""
         try:
             self._environment = self.make()
-        except Exception as error:  # as for its methods
+        except Exception as error:  # a user's code may raise anything
             raise EpisodeError(f"it could not be made: {type(error).__name__}: {error}") from error
         self._environment.decode = self.renderer.decode
         try:
             await self._take_turns(self._environment)
         except BaseException:
-            with contextlib.suppress(EpisodeError):  # the first failure counts
+            with contextlib.suppress(EpisodeError):  # the first failure is the one to report
                 await self._close()
             raise
         await self._close()
 
+    async def _close(self) -> None:
+        self._remaining_s = self.limits.timeout_s
+        await self._call(self._environment.close, returns=(object,))
+
+    # Turns
+
     async def _take_turns(self, environment: Environment) -> None:
         """Have model and environment take turns: an observation's tokens, a completion, a step."""
-        seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
+        seed = seed_of(self.slot.sampling.seed, self.slot.number, 0)
         start = await self._call(
             environment.reset, self.prompt, seed, returns=(Observation, type(None))
         )
-        observation, pictures = self._split(start or Observation())
-        added = await self._at_start(observation, pictures)
-        while added is not None and (room := self._room(added, observation)) > 0:
+        observation, raw_images = self._split(start or Observation())
+        added = await self._at_start(observation, raw_images)
+
+        while added is not None:
+            room = self._room(added, observation)
+            if room < 1:
+                break
             self._transcript.add_observation(added.token_ids, observation, added.images)
             completion = await self._turn(observation, room)
             self._transcript.add_completion(completion)
-            if (
-                self.renderer.placeholder in completion.token_ids
-            ):  # read again, it would be taken for an image
-                break
-            action = Action(
-                text=completion.text,
-                token_ids=tuple(completion.token_ids),
-                finish_reason=completion.finish_reason,
-                tool_calls=completion.tool_calls,
-            )
+            if self.renderer.placeholder in completion.token_ids:
+                break  # in the next prompt this token would be taken for an image
             step: Step = await self._call(
-                environment.step, action, returns=(Step,), own_s=environment.step_timeout_s
+                environment.step,
+                _action(completion),
+                returns=(Step,),
+                extra_s=environment.step_timeout_s,
             )
             self._add_reward(step.reward)
             if step.done:
                 return
-            observation, pictures = self._split(step)
-            added = await self._after_turn(observation, pictures, completion)
+
+            # Render what the next turn begins with, with a shorter history if it does not fit.
+            observation, raw_images = self._split(step)
+            added = await self._after_turn(observation, raw_images, completion)
             history = self.limits.history
             if history is not None and self._outgrows(added, observation):
-                added = await self._shortened(history, added, observation, pictures)
+                added = await self._shortened(history, added, observation, raw_images)
+
+        # A limit has ended the episode.
         if not self._transcript.number:
             raise EpisodeError(
                 "reset: the prompt with what it adds leaves no room for a turn in model.max_length"
@@ -210,96 +235,137 @@ class Episode:
         self._transcript.add_reward(reward)
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
-        """Have the model take a turn, or go on with one, of at most `room` tokens."""
-        usual = self.seat.sampling
-        most = min(self._wanted(observation), room)
+        """Have the model take a turn, or continue its turn, with at most `room` tokens."""
+        usual = self.slot.sampling
+        max_tokens = min(self._wanted(observation), room)
         stop = usual.stop if observation.stop is None else observation.stop
-        self._hold(len(self._transcript.token_ids) + most)
-        self._num_asked += 1
+        self._hold(len(self._transcript.token_ids) + max_tokens)
+        self._num_requests += 1
         turn = Turn(
-            token_ids=self._transcript.token_ids[:],
+            token_ids=self._transcript.token_ids[:],  # a copy, as the transcript grows
             images=tuple(self._transcript.images),
             begun=self._transcript.begun,
-            sampling=usual.model_copy(update={"max_tokens": most, "stop": stop}),
-            seed=seed_of(usual.seed, self.seat.number, self._num_asked),
-            deadline=self.seat.deadline,
-            group=self.seat.group,
-            place=f"{self.seat.id} (prompt {self.prompt.id})",
+            sampling=usual.model_copy(update={"max_tokens": max_tokens, "stop": stop}),
+            seed=seed_of(usual.seed, self.slot.number, self._num_requests),
+            deadline=self.slot.deadline,
+            group=self.slot.group,
+            place=f"{self.slot.id} (prompt {self.prompt.id})",
         )
         return await self.ask(turn)
 
-    async def _close(self) -> None:
-        self._left_s = self.limits.timeout_s
-        await self._call(self._environment.close, returns=(object,))
-
     def _wanted(self, observation: Observation) -> int:
-        """Count the tokens that the next turn is to have, where there is room."""
-        return observation.max_tokens or self.seat.sampling.max_tokens
+        """Count the tokens that the next turn may have if there is room."""
+        return observation.max_tokens or self.slot.sampling.max_tokens
 
     def _room(self, added: Added, observation: Observation) -> int:
-        """Count the tokens that the next turn may have behind what is added; below 1: no turn."""
+        """Count the tokens that the next turn may have after `added`; below 1 there is no turn."""
         if self._transcript.number == self.limits.max_turns and not observation.goes_on:
             return 0
         return self.limits.max_length - len(self._transcript.token_ids) - len(added.token_ids)
 
+    # Rendering. A method that returns None found no sequence that can hold the tokens.
+
     def _split(self, observation: Observation) -> tuple[Observation, Sequence[Any]]:
-        """Take an observation apart: what is rendered as text, and the pictures in it."""
+        """Take the images out of an observation, as the renderer reads them."""
         try:
             return self.renderer.observed(observation)
         except ValueError as error:
             raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
 
-    async def _at_start(self, observation: Observation, pictures: Sequence[Any]) -> Added | None:
-        """Render what reset adds to the prompt; with messages, that is rendered anew."""
+    async def _at_start(self, observation: Observation, raw_images: Sequence[Any]) -> Added | None:
+        """Render what reset adds to the prompt. If it adds messages, the whole chat is rendered."""
         if not observation.messages:
-            return await self._text(observation, pictures)
+            return await self._text(observation, raw_images)
         self._conversation.begin(observation.messages)
-        pictures = [*(image.data for image in self.prompt.images), *pictures]
-        prompt = await self._chat(self._conversation.began, pictures)
+        all_images = [image.data for image in self.prompt.images]
+        all_images += raw_images
+        prompt = await self._chat(self._conversation.began, all_images)
         if prompt is None or len(prompt.token_ids) >= self.limits.max_length:
             return None
         self._transcript = Transcript(prompt.token_ids, self.prompt.opening, prompt.images)
         return NOTHING
 
     async def _after_turn(
-        self,
-        step: Observation,
-        pictures: Sequence[Any],
-        completion: Completion,
+        self, step: Observation, raw_images: Sequence[Any], completion: Completion
     ) -> Added | None:
-        """Render what a step adds behind a completion; without any the model goes on there."""
+        """Render what a step adds after a completion. If it adds nothing, the model continues."""
         if not step.messages:
-            return await self._text(step, pictures)
+            return await self._text(step, raw_images)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-        following = partial(
-            self.renderer.following, step.messages, self.prompt.options, ended=ended
-        )
-        following = partial(following, at_most=self.limits.max_length)
-        return await self._rendered(following, pictures, before=self._transcript.images)
+
+        def following() -> list[int]:
+            return self.renderer.following(
+                step.messages, self.prompt.options, ended=ended, at_most=self.limits.max_length
+            )
+
+        return await self._rendered(following, raw_images, before=self._transcript.images)
+
+    async def _chat(
+        self, messages: Sequence[Message], raw_images: Sequence[Any] = ()
+    ) -> Added | None:
+        def render() -> list[int]:
+            return self._encode(self.renderer.render(messages, self.prompt.options))
+
+        return await self._rendered(render, raw_images)
+
+    async def _text(self, observation: Observation, raw_images: Sequence[Any]) -> Added | None:
+        if not observation.text:
+            return NOTHING
+        return await self._rendered(lambda: self._encode(observation.text), raw_images)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.renderer.encode([text], at_most=self.limits.max_length)[0]
+
+    async def _rendered(
+        self,
+        render: Callable[[], list[int]],
+        raw_images: Sequence[Any],
+        before: Sequence[Image] = (),
+    ) -> Added | None:
+        """Render tokens in a thread, and put in those of the images.
+
+        Args:
+            render: Returns the token ids, with a placeholder for each image.
+            raw_images: The images, as the renderer has split them off.
+            before: The images that the sequence has already.
+        """
+
+        def expanded() -> Added:
+            token_ids, images = self.renderer.expanded(render(), raw_images, before)
+            return Added(token_ids, images)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_RENDERING, expanded)
+        except TooLongError:
+            return None
+        except ValueError as error:
+            raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
+
+    # A history that outgrows the context
 
     def _outgrows(self, added: Added | None, step: Observation) -> bool:
-        """Check whether the next turn has too little room, and may have more with less history."""
+        """Check whether the next turn has too little room, and a shorter history may give more."""
         if self._transcript.number >= self.limits.max_turns or step.goes_on:
             return False
         return added is None or self._room(added, step) < self._wanted(step)
 
     async def _shortened(
-        self, history: History, added: Added | None, step: Observation, pictures: Sequence[Any]
+        self, history: History, added: Added | None, step: Observation, raw_images: Sequence[Any]
     ) -> Added | None:
         """Begin a new transcript with a shorter history, to which nothing is added.
 
-        Where none is short enough the old one stays, and gets `added`.
+        If none is short enough the old transcript stays, and gets `added`.
         """
         dialogue = self._conversation.since(self._transcript.dialogue, step.messages)
         has_text = bool(step.text) or any(message["role"] == "environment" for message in dialogue)
-        if has_text or pictures or self._transcript.images:
+        if has_text or raw_images or self._transcript.images:
             raise EpisodeError(
                 "env.history can shorten messages alone, no texts or images: set env.history=keep"
             )
         for _ in range(MAX_SHORTENED):
             began = self._conversation.began
             dialogue = await self._call(history, began, dialogue, returns=(list, tuple))
-            prompt = await self._chat([*began, *dialogue])
+            prompt = await self._chat(list(began) + list(dialogue))
             wanted = self._wanted(step)
             if prompt is not None and len(prompt.token_ids) + wanted <= self.limits.max_length:
                 self._finished.append(self._transcript.sequence())
@@ -309,52 +375,33 @@ class Episode:
                 return NOTHING
         return added
 
-    async def _chat(
-        self, messages: Sequence[Message], pictures: Sequence[Any] = ()
-    ) -> Added | None:
-        options = self.prompt.options
-        return await self._rendered(
-            lambda: self._encode(self.renderer.render(messages, options)),
-            pictures,
-        )
-
-    async def _text(self, observation: Observation, pictures: Sequence[Any]) -> Added | None:
-        if not observation.text:
-            return NOTHING
-        return await self._rendered(lambda: self._encode(observation.text), pictures)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.renderer.encode([text], at_most=self.limits.max_length)[0]
-
-    async def _rendered(
-        self, render: Callable[[], list[int]], pictures: Sequence[Any], before: Sequence[Image] = ()
-    ) -> Added | None:
-        """Render tokens in a thread, with those of pictures. Returns None if no sequence can hold them."""
-
-        def expanded() -> Added:
-            return Added(*self.renderer.expanded(render(), pictures, before))
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(_RENDERING, expanded)
-        except TooLongError:
-            return None
-        except ValueError as error:
-            raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
+    # The user's code
 
     async def _call(
         self,
         method: Callable[..., Awaitable[Any]],
         *arguments: Any,
         returns: tuple[type, ...],
-        own_s: float = 0.0,
+        extra_s: float = 0.0,
     ) -> Any:
-        """Call a method of the environment in the time that is left; `own_s` do not count."""
+        """Call a method of the environment within the episode's remaining time.
+
+        Args:
+            method: The method, or a history.
+            arguments: Its arguments.
+            returns: The types that it may return.
+            extra_s: Seconds that this call may take and env.timeout_s does not count.
+
+        Raises:
+            EpisodeError: The method raised, took too long or returned another type.
+        """
         name = method.__name__
         start = time.monotonic()
         try:
-            async with asyncio.timeout(self._left_s + own_s) as deadline:
+            async with asyncio.timeout(self._remaining_s + extra_s) as deadline:
                 returned = await method(*arguments)
         except asyncio.CancelledError as error:
+            # Either this task is cancelled, or the method has cancelled itself.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
@@ -368,7 +415,17 @@ class Episode:
                 raise EpisodeError(message) from error
             raise EpisodeError(f"{name} raised {type(error).__name__}: {error}") from error
         finally:
-            self._left_s -= max(0.0, time.monotonic() - start - own_s)
+            self._remaining_s -= max(0.0, time.monotonic() - start - extra_s)
         if not isinstance(returned, returns):
             raise EpisodeError(f"{name} returned {type(returned).__name__}, which it may not")
         return returned
+
+
+def _action(completion: Completion) -> Action:
+    """Make the action that an environment gets for a completion."""
+    return Action(
+        text=completion.text,
+        token_ids=tuple(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        tool_calls=completion.tool_calls,
+    )

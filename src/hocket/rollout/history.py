@@ -8,40 +8,61 @@ from hocket.types import Message
 class Conversation:
     """The messages of an episode, apart from their tokens.
 
-    They are those that it began with, and those since. A transcript's prompt is rendered from the
-    messages known when it was begun, its dialogue goes on from there; the first messages of the
-    dialogue may repeat the last ones of the prompt. What is known changes with each new transcript:
+    They are the messages that it began with, and those since. A transcript's prompt is rendered
+    from the messages known when it was begun, and its dialogue goes on from there. The first
+    messages of the dialogue may repeat the last ones of the prompt. The lists change with each new
+    transcript:
 
                     began                      since           the dialogue repeats
         at first    the data's prompt          nothing         nothing
         begin()     ... and reset's messages   nothing         reset's messages
-        shorten()   as before                  what is kept    the last step's messages
+        shorten()   as before                  the kept ones   the last step's messages
 
-    `begin` may be called once, before the model's first turn; `shorten` any time after a turn.
+    Call `begin` at most once, before the model's first turn, and `shorten` any time after a turn.
+
+    Example:
+        >>> question, search, result = {"role": "user"}, {"role": "assistant"}, {"role": "tool"}
+        >>> conversation = Conversation([question])
+        >>> len(conversation.since([search], [result]))
+        2
+        >>> conversation.shorten([result], [result])
+        >>> conversation.since([result, search], []) == [result, search]
+        True
     """
 
     def __init__(self, messages: Iterable[Message]) -> None:
-        self._began = [*messages]
+        self._began = list(messages)
         self._since: Sequence[Message] = ()
-        self._num_repeated = 0  # of the dialogue's first messages
+        self._num_repeated = 0  # number of the dialogue's first messages that are known already
 
     @property
     def began(self) -> Sequence[Message]:
+        """The messages that the episode began with."""
         return self._began
 
     def begin(self, messages: Sequence[Message]) -> None:
-        """Add the messages of reset to the prompt, of which a transcript is then begun."""
+        """Add the messages of reset to the prompt, from which a transcript is then begun."""
         self._began += messages
         self._num_repeated = len(messages)
 
     def since(self, dialogue: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-        """List what was said since the beginning: to the end of a dialogue, and a step's messages."""
-        return [*self._since, *dialogue[self._num_repeated :], *messages]
+        """List all messages since the beginning.
+
+        Args:
+            dialogue: The dialogue of the transcript.
+            messages: The messages of the last step, which follow it.
+        """
+        all_messages = list(self._since)
+        all_messages += dialogue[self._num_repeated :]
+        all_messages += messages
+        return all_messages
 
     def shorten(self, kept: Sequence[Message], messages: Sequence[Message]) -> None:
-        """Keep these of all that was said since the beginning; a transcript is begun of them.
+        """Replace all messages since the beginning, from which a transcript is then begun.
 
-        `messages`: of the last step, which they include.
+        Args:
+            kept: The messages that replace them.
+            messages: The messages of the last step, which `kept` includes.
         """
         self._since = kept
         self._num_repeated = len(messages)

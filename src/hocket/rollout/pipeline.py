@@ -1,7 +1,8 @@
 """Keep batches under way, each begun as early as the bound on staleness allows.
 
-Step s trains on batch s with weights that have taken s - 1 steps: batch s begins once s - 1 - max_staleness of them
-are taken. That alone bounds how old rollouts get; slow ones are waited for.
+Step s trains on batch s with weights that have taken s - 1 steps. Batch s begins once
+s - 1 - max_staleness of these steps are taken. That alone bounds how old rollouts get; slow ones
+are waited for.
 """
 
 import asyncio
@@ -20,14 +21,14 @@ from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
 
 NewBatch = Callable[[Plan], Awaitable[Batch]]
-"""Gathers a plan's batch."""
+"""Gathers the batch of a plan."""
 
 
 class BatchSource(Protocol):
     """Gives the batches that a run trains on."""
 
     def begin_early(self, step: int) -> None:
-        """Begin a step's batch while the step before is still evaluated, where that may be."""
+        """Begin a step's batch while the step before is still evaluated, if that is allowed."""
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return a step's batch, empty at the stream's end."""
@@ -35,13 +36,13 @@ class BatchSource(Protocol):
 
 Batches = Callable[[NewBatch], AbstractAsyncContextManager[BatchSource]]
 """Opens a source of batches for a run."""
-PROGRESS_S = 0.2
+PROGRESS_S = 0.2  # seconds between reports of a batch's progress
 
 
 def sampling_params(
     config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None
 ) -> SamplingParams:
-    """Return a step's sampling; (seed, step) alone decide its random numbers."""
+    """Return a step's sampling parameters; (seed, step) alone decide its random numbers."""
     return SamplingParams(
         temperature=config.temperature if temperature is None else temperature,
         max_tokens=config.max_tokens,
@@ -53,18 +54,18 @@ def sampling_params(
 def plan_step(
     step: int, config: RolloutConfig, *, seed: int, oversampling: float, max_staleness: int
 ) -> Plan:
-    """Return the plan of a step's batch, whose time begins now."""
+    """Plan a step's batch, whose time begins now."""
+    # As decimals, because in binary 100 * 1.15 is 114.99...
+    at_most = int(config.prompts_per_step * Decimal(str(oversampling)))
+    # Up to 1 + max_staleness batches share the servers.
+    timeout_s = config.timeout_s * (1 + max_staleness)
     return Plan(
         label=f"step {step}",
         sampling=sampling_params(config, seed=seed, step=step),
         group_size=config.group_size,
         wanted=config.prompts_per_step,
-        at_most=int(
-            config.prompts_per_step * Decimal(str(oversampling))
-        ),  # 100 * 1.15 is 114.99... in binary
-        deadline=Deadline(
-            config.timeout_s * (1 + max_staleness)
-        ),  # these batches share the servers
+        at_most=at_most,
+        deadline=Deadline(timeout_s),
     )
 
 
@@ -73,43 +74,58 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     """Gathers a run's batches. Use it by `async with`."""
 
     new_batch: NewBatch
-    plan: Callable[[int], Plan]  # of a step
+    plan: Callable[[int], Plan]  # plans the batch of a step
     _: dataclasses.KW_ONLY
-    steps: int
+    steps: int  # number of the run's steps
     max_staleness: int
-    early: bool = True  # while an evaluation waits for its last rewards; the trainer must not need the servers' GPU
-    progress: Callable[[int, str], None] = lambda step, what: None  # what a step waits for
+    # Whether a batch may begin while an evaluation waits for its last rewards. The trainer must
+    # not need the servers' GPU then.
+    early: bool = True
+    progress: Callable[[int, str], None] = lambda step, line: None  # shows why a step waits
 
     def __post_init__(self) -> None:
+        # The batches under way, by step. All times below are by time.perf_counter.
         self._begun: dict[int, tuple[Plan, asyncio.Task[None]]] = {}
-        self._asked: float | None = None
-        self._finished = self._looked = self._idle_s = 0.0
+        self._last_call: float | None = None  # time of the last call of `batch`
+        self._finished = 0.0  # time at which a batch was last complete
+        self._checked = 0.0  # time of the last call of `_begin`
+        self._idle_s = 0.0  # seconds without a batch under way since the last call of `batch`
 
     async def __aexit__(self, *exc_info: object) -> None:
         await cancel([task for _, task in self._begun.values()])
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
-        """Return a step's batch, empty at the stream's end, once `version` of the step before is published."""
+        """Return a step's batch, empty at the stream's end, with its metrics.
+
+        Args:
+            step: The step.
+            version: The weight version of the step before, which has been published.
+
+        Raises:
+            ServerError: The servers failed before the batch's deadline.
+            RewardError: Rewards failed again and again.
+        """
         start = time.perf_counter()
-        metrics = {
-            "pipeline/queued_groups": float(
-                sum(len(plan.batch.groups) for plan, _ in self._begun.values())
-            )
-        }
+        queued = sum(len(plan.batch.groups) for plan, _ in self._begun.values())
+        metrics = {"pipeline/queued_groups": float(queued)}
+
+        # This batch and, up to the bound, the next ones may begin now.
         self._begin(step, start)
-        if self._asked is not None:
-            metrics["pipeline/wait_for_policy"] = self._idle_s / (start - self._asked)
-        self._asked = start
+        if self._last_call is not None:
+            metrics["pipeline/wait_for_policy"] = self._idle_s / (start - self._last_call)
+        self._last_call = start
         self._idle_s = 0.0
+
         plan, task = self._begun[step]
-        while not task.done():
-            self.progress(
-                step, f"generating, {len(plan.batch.groups)}/{plan.batch.num_drawn} groups scored"
-            )
-            await asyncio.wait({task}, timeout=PROGRESS_S)
-        task.result()
-        del self._begun[step]
         batch = plan.batch
+        while not task.done():
+            scored = f"{len(batch.groups)}/{batch.num_drawn} groups scored"
+            self.progress(step, f"generating, {scored}")
+            await asyncio.wait({task}, timeout=PROGRESS_S)
+        task.result()  # raises what the task raised
+        del self._begun[step]
+
+        # A batch that was complete before `start` took no time of this step.
         generated = max(start, batch.generated)
         metrics["time/generate"] = note("time/generate", start, generated)
         metrics["time/reward"] = note("time/reward", generated)
@@ -123,14 +139,15 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         return batch
 
     def begin_early(self, step: int) -> None:
-        """Begin what `batch` would, as the weights for it are on the servers."""
+        """Begin the batches that `batch` would, as their weights are on the servers already."""
         if self.early:
             self._begin(step, time.perf_counter())
 
     def _begin(self, step: int, now: float) -> None:
+        """Begin the batches that may begin once `step` has, and count the time without any."""
         if all(task.done() for _, task in self._begun.values()):
-            self._idle_s += now - max(self._finished, self._looked)
-        self._looked = now
+            self._idle_s += now - max(self._finished, self._checked)
+        self._checked = now
         for due in range(step, min(step + self.max_staleness, self.steps) + 1):
             if due not in self._begun:
                 plan = self.plan(due)

@@ -1,4 +1,4 @@
-"""Play episodes: one turn without an environment, turns with one, or an agent that asks by itself."""
+"""Choose how episodes are played: one turn, turns with an environment, or whole by an agent."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -10,7 +10,7 @@ from hocket.data.renderer import Renderer
 from hocket.envs import Environment
 from hocket.envs.base import SingleTurn
 from hocket.errors import ServerError
-from hocket.rollout.collect import Play, Seat
+from hocket.rollout.collect import Play, Slot
 from hocket.rollout.episode import Episode, Limits, RequestTurn, TokenBudget, late
 from hocket.rollout.transcript import Transcript
 from hocket.types import Prompt, Rollout
@@ -23,32 +23,48 @@ def player(
     renderer: Renderer,
     limits: Limits,
 ) -> Play:
-    """Choose the player of an environment's episodes; `renderer` is that of the prompts' data."""
+    """Choose the player of an environment's episodes.
+
+    Args:
+        make: Makes an environment for one episode.
+        pool: The servers, whose KV caches bound how many episodes start.
+        ask: Requests a model turn.
+        renderer: The renderer of the prompts' data.
+        limits: The bounds at which an episode is cut off.
+    """
     example = make()
-    if (
-        type(example) is SingleTurn and not example.thinking_tokens
-    ):  # a subclass has a step of its own
+    # Without an environment there is no need for an Episode. A subclass has a step of its own.
+    if type(example) is SingleTurn and not example.thinking_tokens:
         return partial(play_single_turn, ask=ask, limits=limits, placeholder=renderer.placeholder)
+
     budget = TokenBudget(lambda: sum(member.kv_tokens for member in pool.members))
     whole = example.player(pool=pool, limits=limits, decode=renderer.decode, budget=budget)
     if whole is not None:
         return whole
 
-    def play(prompt: Prompt, seat: Seat) -> Awaitable[Rollout]:
-        return Episode(prompt, seat, make, ask, renderer, limits, budget).play()
+    def play(prompt: Prompt, slot: Slot) -> Awaitable[Rollout]:
+        return Episode(prompt, slot, make, ask, renderer, limits, budget).play()
 
     return play
 
 
 async def play_single_turn(
-    prompt: Prompt, seat: Seat, *, ask: RequestTurn, limits: Limits, placeholder: int | None
+    prompt: Prompt, slot: Slot, *, ask: RequestTurn, limits: Limits, placeholder: int | None
 ) -> Rollout:
-    """Ask for one completion of the prompt. A late one is a rollout with an error; raises ServerError otherwise.
+    """Request one completion of a prompt. A late one becomes a rollout with an error.
 
-    `placeholder`: the token that stands for an image; an answer that has it counts as cut off.
+    Args:
+        prompt: The prompt.
+        slot: The episode's place in its batch.
+        ask: Requests a model turn.
+        limits: The bounds of the episode.
+        placeholder: The token that stands for an image. A completion that has it counts as cut off.
+
+    Raises:
+        ServerError: The servers failed before the deadline.
     """
     transcript = Transcript(prompt.token_ids, prompt.opening, prompt.images)
-    sampling = seat.sampling
+    sampling = slot.sampling
     room = limits.max_length - len(prompt.token_ids)
     error = None
     if room < 1:
@@ -58,17 +74,17 @@ async def play_single_turn(
             token_ids=prompt.token_ids,
             images=prompt.images,
             sampling=sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)}),
-            seed=seed_of(sampling.seed, seat.number, 1),
-            deadline=seat.deadline,
-            group=seat.group,
-            place=f"{seat.id} (prompt {prompt.id})",
+            seed=seed_of(sampling.seed, slot.number, 1),  # as an Episode's first turn
+            deadline=slot.deadline,
+            group=slot.group,
+            place=f"{slot.id} (prompt {prompt.id})",
         )
         try:
             completion = await ask(turn)
         except ServerError as failed:
-            error = late(seat, failed)
+            error = late(slot, failed)
         else:
             transcript.add_completion(completion)
             if placeholder in completion.token_ids:
                 transcript.cut_off()
-    return Rollout(id=seat.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)
+    return Rollout(id=slot.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)

@@ -18,10 +18,10 @@ class Replay:
         self._folder = run_dir / ROLLOUTS
 
     def begin_early(self, step: int) -> None:
-        """Generate nothing."""
+        """Do nothing: nothing is generated."""
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
-        """Return a step's batch. Raise DataError if it can't be read."""
+        """Read a step's batch. Raises DataError if it can't be read."""
         start = time.perf_counter()
         path = self._folder / f"step_{step:06d}.jsonl"
         try:
@@ -30,11 +30,15 @@ class Replay:
             if not groups:
                 raise ValueError("it is empty")
         except (OSError, *DAMAGED) as error:
-            steps = [*numbered(self._folder, "step_*.jsonl")]
-            there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
-            raise DataError(
-                f"pipeline.replay: no rollouts of step {step} in {path} ({error!r}); {there}: set trainer.steps "
-                "to what is there, or name another run folder"
-            ) from error
-        times = {"time/generate": time.perf_counter() - start, "time/reward": 0.0}
-        return Batch(groups=groups, metrics=times | rollout_metrics(groups))
+            raise self._unreadable(step, path, error) from error
+        metrics = {"time/generate": time.perf_counter() - start, "time/reward": 0.0}
+        metrics |= rollout_metrics(groups)
+        return Batch(groups=groups, metrics=metrics)
+
+    def _unreadable(self, step: int, path: Path, error: Exception) -> DataError:
+        steps = list(numbered(self._folder, "step_*.jsonl"))
+        recorded = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+        return DataError(
+            f"pipeline.replay: no rollouts of step {step} in {path} ({error!r}); {recorded}: "
+            "set trainer.steps to what is there, or name another run folder"
+        )

@@ -12,13 +12,18 @@ from hocket.types import FinishReason, Image, Message, TokenSequence, TurnReward
 
 
 def state_of(token_ids: Sequence[int], images: Iterable[Image] = ()) -> str:
-    """Return a digest of what is read: tokens of different images are alike."""
-    read = [array("I", token_ids).tobytes(), *(image.name.encode() for image in images)]
-    return hashlib.blake2b(b"".join(read), digest_size=8).hexdigest()
+    """Digest tokens and images. The images count, as the tokens of different images are equal."""
+    parts = [array("I", token_ids).tobytes()]
+    parts += [image.name.encode() for image in images]
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
 class Transcript:
-    """The sequence so far, prompt first; tokens are only ever appended."""
+    """The sequence so far, prompt first; tokens are only ever appended.
+
+    A turn may be completed in several pieces: the environment adds tokens and has the model go on
+    (`Observation.goes_on`). Then `text` is that of the whole turn.
+    """
 
     def __init__(
         self,
@@ -27,84 +32,106 @@ class Transcript:
         images: Sequence[Image] = (),
         number: int = 0,
     ) -> None:
-        self.number = number  # of the next turn in the episode
-        self.opening = self._template_opening = opening
-        self.token_ids, self.mask, self.logprobs = (
-            array("I"),
-            list[bool](),
-            array("f"),
-        )  # as wide as they come
+        self.number = number  # number of the next turn in the episode
+        self.opening = self._template_opening = opening  # opening of the thought before `text`
+        # One entry per token in each, in types of four bytes or one.
+        self.token_ids = array("I")
+        self.mask = list[bool]()
+        self.logprobs = array("f")
         self.images: list[Image] = []
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
         self.turns = 0
         self.turn_rewards: list[TurnReward] = []
-        self._state = ""  # that the next turn begins in
-        self.text = ""  # of the last turn,
-        self.begun = 0  # and how many of the last tokens are those of it that the next completion goes on from
-        self._before = ""  # what the turn's text has before these,
-        self._after = ""  # and what the model wrote after that text: a stop string
+        self._state = ""  # digest of what the model reads before the next turn
+        # The text of the last turn. Its last `begun` tokens are those that the next completion
+        # continues, if the turn goes on; `_before` is the turn's text before these tokens, and
+        # `_after` is what the model wrote behind the text: a stop string.
+        self.text = ""
+        self.begun = 0
+        self._before = ""
+        self._after = ""
+        self._goes_on = False
         self.finish_reason: FinishReason = "stop"
-        self.add_observation(token_ids, None, images)
+        self._append_unsampled(token_ids, images)
+        self._state = state_of(token_ids, images)
 
-    def add_observation(
-        self,
-        token_ids: Sequence[int],
-        observation: Observation | None,
-        images: Sequence[Image] = (),
-    ) -> None:
-        """Append tokens that were not sampled, and the images whose tokens are among them; None: the prompt."""
+    def _append_unsampled(self, token_ids: Sequence[int], images: Sequence[Image]) -> None:
         start = len(self.token_ids)
-        self.images += (dataclasses.replace(image, start=start + image.start) for image in images)
+        for image in images:
+            self.images.append(dataclasses.replace(image, start=start + image.start))
         self.token_ids.extend(token_ids)
         self.mask += [False] * len(token_ids)
-        self.logprobs.extend(array("f", bytes(4 * len(token_ids))))
-        self._goes_on = observation is not None and observation.goes_on
-        if not self._goes_on or token_ids:
+        self.logprobs.extend(array("f", bytes(4 * len(token_ids))))  # zeros
+
+    def add_observation(
+        self, token_ids: Sequence[int], observation: Observation, images: Sequence[Image] = ()
+    ) -> None:
+        """Append an observation: tokens that were not sampled.
+
+        Args:
+            token_ids: The rendered observation.
+            observation: The observation, which says whether the model's turn goes on.
+            images: The images whose tokens are among `token_ids`, with `start` counted in these.
+        """
+        self._append_unsampled(token_ids, images)
+        self._goes_on = observation.goes_on
+        if not self._goes_on:
+            self._begin_turn(token_ids, observation, images)
+        elif token_ids:
+            # The environment wrote a part of the turn: its text counts, and what follows is new.
             self.begun = 0
-        if observation is None:
-            self._state = state_of(token_ids, images)
-            return
-        if self._goes_on and token_ids:
             self.text += self._after + observation.text
             self._before = self.text
-        elif not self._goes_on:
-            self._before = ""
-            self._state = observation.state or (
-                state_of(token_ids, images) if token_ids else self._state
-            )
-            if self.turns:
-                said = self.opening + self.text + self._after + observation.text
-                self.opening = self._template_opening if observation.messages else left_open(said)
-            self.dialogue += observation.messages
-            self.dialogue += (
-                [{"role": "environment", "content": observation.text}] if observation.text else []
-            )
+
+    def _begin_turn(
+        self, token_ids: Sequence[int], observation: Observation, images: Sequence[Image]
+    ) -> None:
+        self.begun = 0
+        self._before = ""
+        if observation.state:
+            self._state = observation.state
+        elif token_ids:
+            self._state = state_of(token_ids, images)
+        if self.turns:
+            # Messages end with the template's opening. In plain text a thought may still be open.
+            if observation.messages:
+                self.opening = self._template_opening
+            else:
+                text = self.opening + self.text + self._after + observation.text
+                self.opening = left_open(text)
+        self.dialogue += observation.messages
+        if observation.text:
+            self.dialogue.append({"role": "environment", "content": observation.text})
 
     def add_completion(self, completion: Completion) -> None:
-        """Append a turn of the policy, or the rest of one that goes on: then its text is that of all `begun` tokens."""
+        """Append a turn of the policy, or more of the turn that goes on.
+
+        The text of a completion is that of all `begun` tokens, so it replaces what came before.
+        """
+        num_tokens = len(completion.token_ids)
         self.token_ids.extend(completion.token_ids)
-        self.mask += [True] * len(completion.token_ids)
+        self.mask += [True] * num_tokens
         self.logprobs.extend(completion.logprobs)
         self.versions |= {version for version, _, _ in completion.versions}
         self.finish_reason = completion.finish_reason
-        self.begun += len(completion.token_ids)
+        self.begun += num_tokens
         self.text = self._before + completion.text
         self._after = completion.after_text
+
         if self._goes_on and self.turns:
-            self.dialogue.pop()
-            self.add_reward(0.0, tokens=len(completion.token_ids))
+            self.dialogue.pop()  # the turn's text up to now
+            self.add_reward(0.0, tokens=num_tokens)
         else:
-            self.turn_rewards.append(
-                TurnReward(self.number, len(completion.token_ids), state=self._state)
-            )
+            self.turn_rewards.append(TurnReward(self.number, num_tokens, state=self._state))
             self.turns += 1
             self.number += 1
         self.dialogue.append({"role": "assistant", "content": self.text})
 
     def add_reward(self, reward: float, *, tokens: int = 0) -> None:
-        """Give the last turn a reward, and more tokens; without a turn nothing has it."""
-        for last in self.turn_rewards[-1:]:
+        """Give the last turn a reward, and more tokens. Without a turn there is nothing to do."""
+        if self.turn_rewards:
+            last = self.turn_rewards[-1]
             self.turn_rewards[-1] = last._replace(
                 tokens=last.tokens + tokens, reward=last.reward + reward
             )
@@ -114,6 +141,7 @@ class Transcript:
         self.finish_reason = "length"
 
     def sequence(self) -> TokenSequence:
+        """Copy the sequence as it is now."""
         return TokenSequence(
             token_ids=self.token_ids[:],
             mask=tuple(self.mask),

@@ -25,7 +25,7 @@ from hocket.protocol import AgentCall, SessionRequest
 from hocket.types import Group, Prompt
 from support import fakes
 from support.batches import SAMPLING, gathered, own_reward
-from support.episodes import seated, until
+from support.episodes import until, with_seed
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ async def played(
         Prompt(id=f"p{i}", token_ids=(i, i + 1), messages=({"content": f"{i}"},), answer=f"{i}", meta={"hints": [i]})
         for i in range(first, first + num_prompts)
     ]
-    play = lambda prompt, seat: agents.play(prompt, seated(seat, seed))  # noqa: E731
+    play = lambda prompt, slot: agents.play(prompt, with_seed(slot, seed))  # noqa: E731
     return (await gathered(prompts, play, own_reward, group_size=group_size, timeout_s=timeout_s)).groups
 
 

@@ -17,7 +17,7 @@ from hocket.observe.rows import rollout_of, write_rollouts
 from hocket.protocol import AgentCall
 from hocket.types import Group, Image, Prompt, Score
 from support import fakes
-from support.episodes import seat, user
+from support.episodes import slot, user
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -34,7 +34,7 @@ async def test_an_agent_that_fails_leaves_the_pictures_that_it_has_shown(asks: b
             session.calls.append(AgentCall(prompt_token_ids=(5, 9, 9, 6), images=seen, completion=done))
         raise ValueError("no")
 
-    rollout = await FakeServers().agents(plays).play(prompt, seat("step 1/0/0"))
+    rollout = await FakeServers().agents(plays).play(prompt, slot("step 1/0/0"))
     assert rollout.error == "agent: it raised ValueError: no"
     assert given == [{"type": "image_url", "image_url": {"url": data_url(RED)}}]
     score = Score(total=math.nan, error=rollout.error)

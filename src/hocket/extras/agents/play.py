@@ -21,7 +21,7 @@ from hocket.envs import Observation
 from hocket.errors import ServerError
 from hocket.extras.agents.task import Playable, Task
 from hocket.protocol import AgentCall, AgentRecord, SessionRequest, SessionResponse
-from hocket.rollout.collect import Seat
+from hocket.rollout.collect import Slot
 from hocket.rollout.episode import Limits, TokenBudget, most_tokens
 from hocket.rollout.transcript import Transcript, state_of
 from hocket.types import Image, Message, Prompt, Rollout, TurnReward
@@ -46,28 +46,28 @@ class Agents:
     def __post_init__(self) -> None:
         self._gate = asyncio.Semaphore(self.agent.concurrency)  # of all batches under way
 
-    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
+    async def play(self, prompt: Prompt, slot: Slot) -> Rollout:
         """Play one episode; one that fails or is late has an error. Raise only ServerError."""
-        tokens = most_tokens(prompt, seat.sampling)
+        tokens = most_tokens(prompt, slot.sampling)
         async with self._gate:
             await self.budget.start(tokens)
             try:
-                if not seat.deadline.over:
-                    return await self._episode(prompt, seat, tokens)
+                if not slot.deadline.over:
+                    return await self._episode(prompt, slot, tokens)
             finally:
                 self.budget.change(-tokens)
-        late = f"it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
-        return self._rollout(prompt, seat, error=f"{late}: raise that, or env.concurrency")
+        late = f"it could not begin within {slot.deadline.seconds:g} s (rollout.timeout_s)"
+        return self._rollout(prompt, slot, error=f"{late}: raise that, or env.concurrency")
 
-    async def _episode(self, prompt: Prompt, seat: Seat, tokens: int) -> Rollout:
+    async def _episode(self, prompt: Prompt, slot: Slot, tokens: int) -> Rollout:
         """Play one; keep what was sampled also where the agent fails."""
         again = ""
         for losses in itertools.count(1):
-            member, session = await self._open(seat, tokens)
+            member, session = await self._open(slot, tokens)
             close = partial(member.server.close_session, session.id, timeout_s=self.pool.silence_s)
-            task = _task(prompt, seat, member.url, session)
+            task = _task(prompt, slot, member.url, session)
             try:
-                returned, error = await self._run(task, seat)
+                returned, error = await self._run(task, slot)
                 error = error and error + again
             except BaseException:
                 with contextlib.suppress(ServerError):
@@ -81,20 +81,20 @@ class Agents:
             except ServerError as lost:
                 self.pool.loses(member, lost)
                 again = f"; it was played again, as what the model had said was lost: {lost}"
-                if losses == MAX_LOSSES or seat.deadline.over:
+                if losses == MAX_LOSSES or slot.deadline.over:
                     why = f"{error}; " if error else ""
                     return self._rollout(
-                        prompt, seat, error=f"{why}what the model said is lost: {lost}"
+                        prompt, slot, error=f"{why}what the model said is lost: {lost}"
                     )
         unknown = task.rewards.keys() - {call.id for call in record.calls}
         if unknown and error is None:
             error = f"it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
-        return self._rollout(prompt, seat, record, returned, error, task.rewards)
+        return self._rollout(prompt, slot, record, returned, error, task.rewards)
 
     def _rollout(
         self,
         prompt: Prompt,
-        seat: Seat,
+        slot: Slot,
         record: AgentRecord = UNASKED,
         returned: float | str | None = None,  # by the agent: a reward, or the text to score
         error: str | None = None,
@@ -117,22 +117,22 @@ class Agents:
             transcripts[-1].text = returned
         given = [*rewards.values(), *([returned] if isinstance(returned, float) else [])]
         return Rollout(
-            id=seat.id,
+            id=slot.id,
             prompt=prompt,
             sequences=tuple(transcript.sequence() for transcript in transcripts),
             reward=sum(given) if given else None,
             error=error and f"agent: {error}",
         )
 
-    async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
+    async def _open(self, slot: Slot, tokens: int) -> tuple[Member, SessionResponse]:
         """Open a session on the server with the fewest tokens in flight, and count these."""
         while True:
-            with self.pool.waiting(seat.deadline):
+            with self.pool.waiting(slot.deadline):
                 up = await self.pool.wait_up()
             member = min(up, key=lambda member: member.in_flight)
             request = SessionRequest(
-                sampling=seat.sampling.model_copy(
-                    update={"seed": seed_of(seat.sampling.seed, seat.number)}
+                sampling=slot.sampling.model_copy(
+                    update={"seed": seed_of(slot.sampling.seed, slot.number)}
                 ),
                 max_length=self.limits.max_length,
                 max_calls=self.limits.max_turns,
@@ -147,9 +147,9 @@ class Agents:
                 if not isinstance(error, ServerError) or not self.pool.loses(member, error):
                     raise
 
-    async def _run(self, task: Task, seat: Seat) -> tuple[float | str | None, str | None]:
+    async def _run(self, task: Task, slot: Slot) -> tuple[float | str | None, str | None]:
         """Return what the agent returns, and why it fails."""
-        own_s, left_s = self.limits.timeout_s, seat.deadline.left_s
+        own_s, left_s = self.limits.timeout_s, slot.deadline.left_s
         first = f"env.timeout_s={own_s:g}" if own_s <= left_s else "rollout.timeout_s"
         running = asyncio.create_task(_contained(self.agent, task))
         try:
@@ -166,7 +166,7 @@ class Agents:
         return (None, "it was cancelled") if running.cancelled() else running.result()
 
 
-def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Task:
+def _task(prompt: Prompt, slot: Slot, url: str, session: SessionResponse) -> Task:
     messages: Iterable[Message] = copy.deepcopy(
         prompt.messages or ()
     )  # others play the same prompt
@@ -179,7 +179,7 @@ def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Tas
         text=prompt.text,
         answer=prompt.answer,
         meta=copy.deepcopy(prompt.meta),
-        seed=seed_of(seat.sampling.seed, seat.number, 0),
+        seed=seed_of(slot.sampling.seed, slot.number, 0),
         base_url=f"{url}/sessions/{session.id}/v1",  # whose calls are recorded
         api_key=session.key,
         model=session.model,
