@@ -70,6 +70,16 @@ def found_step(config: Config, say: Callable[[str], object] = print) -> int:
     return found.step
 
 
+def test_a_checkpoint_leaves_out_metrics_that_were_not_finite(tmp_path: Path) -> None:
+    """NaN of a step, and None, as which metrics.jsonl has it."""
+    config = make_config(tmp_path, "checkpoint.every_steps=1", "trainer.steps=1")
+    with Checkpoints(config, CountedSteps().state, {}, last=0) as kept:
+        kept.copy(1, last=True)
+        kept.complete(1, {"a": 0.5, "b": float("nan"), "c": None})
+    state = json.loads((config.run_dir / "checkpoints" / "step_000001" / checkpoints.STATE_FILE).read_text())
+    assert state["metrics"] == {"a": 0.5}
+
+
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_checkpoint_is_the_state_after_its_step(tmp_path: Path, background: str) -> None:
     config = make_config(tmp_path, "checkpoint.every_steps=4", f"checkpoint.async={background}")
