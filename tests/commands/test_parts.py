@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from support.examples import shown
-
 from hocket.commands import parts as parts_module
 from hocket.commands.parts import LoadedPrompts, Parts, Servers
 from hocket.config import SourceSettings, load
 from hocket.loop import Run
 from hocket.observe.console import Console
+from support.examples import shown
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
