@@ -153,6 +153,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     # DeepSpeed's launcher adds this option; the environment has the same number.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    # The command that was typed; options may stand before it. A .py file is a user's command.
     typed = next((word for word in argv if word in COMMANDS.names or word.endswith(".py")), "")
     for name, text in hocket.COMMANDS.items():
         if name in COMMANDS.names:
@@ -201,6 +202,7 @@ TRACEBACKS = option(
 
 @command("quickstart", SETTINGS, checkpoints=True)
 def _quickstart(args: argparse.Namespace) -> int:
+    # A newcomer types this command again and again: each run gets a folder of its own.
     is_named = any(argument.startswith("run.dir=") for argument in args.arguments)
     if is_named or args.config.checkpoint.resume:
         # The user has named the run: if its folder is taken, the launch says so.
@@ -315,6 +317,7 @@ def _generate(args: argparse.Namespace) -> None:
     )
 
     config: Config = args.config
+    # The prompts of the command line or of standard input, as chats or as plain text.
     prompts: list[str] = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
@@ -324,6 +327,7 @@ def _generate(args: argparse.Namespace) -> None:
             inputs.append(prompt)
         else:
             inputs.append([ChatMessage(role="user", content=prompt)])
+    # With fit=True the server lowers max_tokens to what the context leaves.
     max_tokens = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
     try:
         sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=max_tokens)

@@ -119,8 +119,8 @@ def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
             refuse_missing(visible_gpus())
             loggers.bound(config.observe.loggers)
             with tasks.starting():
-                made = Parts.make(config, console, lambda source: source.reward_names)
-                parts = stack.enter_context(made)
+                parts = Parts.make(config, console, lambda source: source.reward_names)
+                stack.enter_context(parts)
                 run_there(parts.set_up())
                 if dry_run:
                     _check(parts, saved, run_there)
@@ -189,6 +189,7 @@ async def _try_rewards(parts: Parts, prompt: Prompt) -> bool:
     say = parts.console.say
     answer = Transcript(prompt.token_ids, prompt.opening, prompt.images)
     answer.text = prompt.answer or ""
+    # After an opening of <think>, an answer without a thought would be taken for the thought.
     if prompt.opening.strip() == "<think>":
         answer.text = f"a thought\n</think>\n\n{answer.text}"
     local, remote = parts.rewards_here(prompt.source)
@@ -220,6 +221,7 @@ async def _try_servers(
         sampling=sampling,
         tools=next(filter(None, toolboxes), None),
     )
+    # The tools show whether the server can find tool calls in the model's text.
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
             check_server(await server.health())
@@ -257,6 +259,7 @@ def _run(
     for change in folder.changed_plugins:
         console.say(change)
 
+    # The slow parts. The publisher sends nothing yet.
     trainer, servers = _trainer_and_servers(parts, loaded, saved, serve, run_there)
     publisher = parts.publisher(trainer, servers, parts.server_check(loaded.needed, trainer))
     from hocket.algorithm.samples import KlController
@@ -271,9 +274,11 @@ def _run(
         "recorder": folder,
     }
     keeper = _checkpoints(parts, saved, trainer, states)
+    # The ledger of a new run begins with its prompts; a run that resumes goes on with its ledger.
     if not (saved or replay):
         folder.ledger(0, loaded.stream.sizes() + loaded.stream.entries())
 
+    # The parts that watch the run, or end it.
     joined = Joined(
         config=config,
         folder=folder,
@@ -286,6 +291,8 @@ def _run(
     )
     # on_step comes last: it gets the metrics of all other parts.
     run_parts = parts.join(joined, [] if on_step is None else [OnStepPart(on_step)])
+
+    # The loop. A replay has the batches of an earlier run; nothing is played or evaluated then.
     plays = parts.plays(servers, parts.longest_episode(trainer))
     return Run(
         config=config,
@@ -385,9 +392,10 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
     with ExitStack() as stack:
         if kind_of(Path(config.model.path)) == "checkpoint":
             config, arguments = _exported(config, arguments, stack)
+        # Standard output is for the metrics: the console prints to standard error.
         console = stack.enter_context(Console(0, stderr=True))
-        made = Parts.make(config, console, lambda source: [source.eval_reward], trains=False)
-        parts = stack.enter_context(made)
+        parts = Parts.make(config, console, lambda source: [source.eval_reward], trains=False)
+        stack.enter_context(parts)
         held_out = parts.held_out().prompts
         if not held_out:
             raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")
@@ -472,6 +480,7 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
     rewards = config.sole_rewards
     groups = _read_groups(config, file)
 
+    # Score with the run's rewards and, to compare, once more with `against` alone.
     names = list(rewards.functions)
     if against:
         names.append(against)
@@ -489,6 +498,7 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
                 pairs_by_group.append(list(zip(scores, others, strict=True)))
             comparison = f"against {against}: {agreement(pairs_by_group)}"
 
+    # Print a line for each completion, then a line for each reward's calls, then the sums.
     num_scores = 0
     num_failed = 0
     for group, scores in zip(groups, scores_by_group, strict=True):

@@ -38,7 +38,7 @@ def reward_calls(stack: ExitStack, config: Config, names: RewardNames) -> dict[s
     Sources with equal rewards share a caller, and so its worker processes. The callers are closed
     with the stack. Returns them by the name of the source.
     """
-    by_rewards = dict[str, RewardCalls]()
+    by_rewards = dict[str, RewardCalls]()  # the settings of the rewards, as text -> their caller
     by_source = dict[str, RewardCalls]()
     for name, source in config.sources.items():
         # eval.reward may be a reward of the run that this source does not train on.
@@ -141,6 +141,7 @@ class PromptSource:
         Raises DataError where it can't show the results of tools. Another environment may answer
         with text, which needs no template: there a line is printed if it can't show messages.
         """
+        # Only episodes of several turns show the model what came before.
         env = self.settings.env
         if env.max_turns == 1 or isinstance(self.example, environments.SingleTurn):
             return
@@ -218,6 +219,7 @@ class PromptSource:
             source=self.settings.name,
         )
         num_dropped = len(lengths) - len(prompts)
+        # Name the setting that dropped prompts, and the value with which all would fit.
         if num_dropped > 0:
             longest = max(lengths)
             answer_that_fits = self._longest - thinking - longest

@@ -41,22 +41,28 @@ class Config(Section):
     'exact_match'
     """
 
+    # The run's folder and its model.
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig = sections.ModelConfig()
+    # The task: which prompts are drawn, how they are played, and what scores them.
     data: tasks.TrainingDataConfig = tasks.TrainingDataConfig()
     curriculum: tasks.CurriculumConfig = tasks.CurriculumConfig()
     rollout: sections.RolloutConfig = sections.RolloutConfig()
     env: tasks.EnvConfig = tasks.EnvConfig()
     rewards: tasks.RewardsConfig = tasks.RewardsConfig()
+    # Learning: from rewards to a loss, and from the loss to new weights.
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()
+    # Stages before or beside RL, each a command of its own.
     sft: sections.StageConfig = sections.StageConfig()
     rm: sections.PairsConfig = sections.PairsConfig()
     dpo: sections.PairsConfig = sections.PairsConfig()
+    # Two processes in step: batches ahead, weights to the servers, and the servers themselves.
     pipeline: deployment.PipelineConfig = deployment.PipelineConfig()
     sync: deployment.SyncConfig = deployment.SyncConfig()
     server: deployment.ServerConfig = deployment.ServerConfig()
+    # What is measured, saved and shown, and where the processes run.
     eval: tasks.EvalConfig = tasks.EvalConfig()
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     observe: sections.ObserveConfig = sections.ObserveConfig()
@@ -217,8 +223,10 @@ class Config(Section):
     @property
     def token(self) -> str | None:
         """The bearer token of config or environment. Raises ConfigError if it is too weak."""
-        token = self.server.token or os.environ.get("HOCKET_TOKEN") or None
-        return token and secret(token, "server.token, or $HOCKET_TOKEN,")
+        token = self.server.token or os.environ.get("HOCKET_TOKEN")
+        if not token:
+            return None
+        return secret(token, "server.token, or $HOCKET_TOKEN,")
 
 
 def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
