@@ -252,12 +252,9 @@ def _run(
 ) -> "Run":
     """Make the run from its parts; first those whose faults show without server and trainer."""
     config = parts.config
-    console = parts.console
     loaded = parts.load()
     replay = parts.replay()
-    folder = parts.stack.enter_context(RunFolder(config, console.say))
-    for change in folder.changed_plugins:
-        console.say(change)
+    folder = _run_folder(parts)
 
     # The slow parts. The publisher sends nothing yet.
     trainer, servers = _trainer_and_servers(parts, loaded, saved, serve, run_there)
@@ -287,7 +284,7 @@ def _run(
         publisher=publisher,
         prompts=next(iter(loaded.training.values())),
         checkpoints=keeper,
-        console=console,
+        console=parts.console,
     )
     # on_step comes last: it gets the metrics of all other parts.
     run_parts = parts.join(joined, [] if on_step is None else [OnStepPart(on_step)])
@@ -307,10 +304,18 @@ def _run(
         publisher=publisher,
         kl=kl,
         folder=folder,
-        console=console,
+        console=parts.console,
         parts=run_parts,
         checkpoints=keeper,
     )
+
+
+def _run_folder(parts: Parts) -> RunFolder:
+    """Open the folder of the run, and print which plugins have changed since the run began."""
+    folder = parts.stack.enter_context(RunFolder(parts.config, parts.console.say))
+    for change in folder.changed_plugins:
+        parts.console.say(change)
+    return folder
 
 
 def _trainer_and_servers(
