@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from hocket.commands import parts as parts_module
 from hocket.commands.parts import LoadedPrompts, Parts, Servers
-from hocket.config import SourceSettings
+from hocket.config import SourceSettings, load
 from hocket.loop import Run
+from hocket.observe.console import Console
+from support.examples import shown
 
-SRC = Path(__file__).resolve().parents[2] / "src"
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src"
 HOOKS = {"trainer_turn", "bring_up", "on_change", "after", "parts"}
 
 
@@ -29,3 +33,14 @@ def test_no_other_file_sets_what_two_parts_of_a_run_know_of_each_other() -> None
         for hook in assignment.findall(path.read_text(encoding="utf-8")):
             places.add((path.name, hook))
     assert places == {("parts.py", hook) for hook in HOOKS}
+
+
+def test_the_example_of_the_parts_prints_the_first_prompts() -> None:
+    printed: list[str] = []
+    model = f"model.path={ROOT}/checkpoints/tiny-sort"
+    with Console(1) as console:
+        console.say = printed.append  # type: ignore[method-assign]
+        names = {"Parts": Parts, "config": load(None, [model, "eval.num_prompts=2"]), "console": console}
+        exec(shown(parts_module, "with Parts.make"), names)
+    prompts = [line for line in printed if line.startswith("<")]
+    assert len(prompts) == 2, printed

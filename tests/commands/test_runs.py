@@ -26,6 +26,7 @@ from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
 from hocket.server import vllm_arguments
 from support import fakes
+from support.examples import shown
 from support.records import write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -386,3 +387,10 @@ def test_with_gpus_apart_batches_overlap_and_weights_are_broadcast(
     monkeypatch.setenv("HOCKET_DEVICE", "cuda")  # else a machine without a driver has no GPU
     config = load(None, settings).chosen(on_gpu=bool(visible_gpus()))
     assert (config.pipeline.max_staleness, config.sync.backend) == (ahead, "nccl" if broadcasts else "disk")
+
+
+def test_the_example_of_on_step_ends_a_run_whose_loss_is_no_number() -> None:
+    names: dict[str, Any] = {"OnStepPart": commands.OnStepPart}
+    exec(shown(commands, "part = OnStepPart"), names)
+    assert names["is_last_step"] is True
+    assert names["part"].ends(2, {"train/loss": 0.5}) is False

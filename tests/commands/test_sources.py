@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from hocket.commands import sources as sources_module
 from hocket.commands.sources import PromptSource
 from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.data import tokenizer as tokenizers
 from hocket.observe.console import Console
+from support.examples import shown
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "checkpoints" / "tiny-tools"
@@ -66,3 +68,17 @@ def test_held_out_prompts_have_their_own_template_options(
     assert not said
     made.held_out()
     assert "eval.data: no turn can follow" in said[0]
+
+
+def test_the_example_of_a_source_loads_its_prompts() -> None:
+    with Console(1) as console:
+        names: dict[str, Any] = {
+            "PromptSource": PromptSource,
+            "config": load(None, [f"model.path={MODEL}", "data.limit=4", "rollout.max_tokens=16"]),
+            "tokenizer": tokenizers.load(str(MODEL)),
+            "longest": (1024, "model.max_length=1024"),
+            "console": console,
+        }
+        exec(shown(sources_module, "source = PromptSource"), names)
+    assert len(names["stream"].take(4)) == len(names["prompts"]) == 4
+    assert names["needed"] == 16 + max(len(prompt.token_ids) for prompt in names["prompts"])

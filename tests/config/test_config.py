@@ -1,5 +1,8 @@
 """One YAML file, overrides, and answers that name the key."""
 
+import doctest
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 from typing import get_args
@@ -312,3 +315,14 @@ def test_a_run_of_before_is_gone_on_with_whose_config_has_former_names(tmp_path:
     before = now.as_dict()
     before["algorithm"]["clip"] = before["algorithm"].pop("objective")
     assert now.changes(before) == {}
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(config.__path__)])
+def test_the_examples_of_the_docstrings_give_what_they_show(name: str) -> None:
+    module = importlib.import_module(f"hocket.config.{name}")
+    assert doctest.testmod(module).failed == 0
+
+
+def test_some_docstrings_have_examples() -> None:
+    modules = [importlib.import_module(f"hocket.config.{name}") for name in ("loading", "whole", "sections")]
+    assert all(doctest.testmod(module).attempted for module in modules)

@@ -11,7 +11,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -29,44 +28,50 @@ from hocket.errors import TRACEBACK, ConfigError, HocketError, program, remedy
 from hocket.observe import metrics, rows
 from hocket.trainer import checkpoints
 
-DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
+DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command -> config file
 GPUS_PER_NODE = 8
-WHOLE = (0, 3)  # exit statuses of a whole run
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # read as torch is imported; micro-batches differ in length
-SAMPLES = "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, or a run's rollouts"
-EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one, e.g. trainer.steps=10 run.dir=runs/a."
+WHOLE = (0, 3)  # exit statuses of a run that has taken all its steps
+# Read as torch is imported. Segments that grow fit micro-batches, whose lengths differ.
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+SAMPLES = (
+    "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, "
+    "or a run's rollouts"
+)
+EPILOG = (
+    "Settings are read from CONFIG (YAML); section.key=value overrides one, "
+    "e.g. trainer.steps=10 run.dir=runs/a."
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command and return its exit status; an error is one sentence."""
+    """Run one command and return its exit status; print an error as one sentence."""
     launched = launch.die_with_launcher()
     try:
         parser = _parser(argv)
-    except HocketError as error:  # of a file with a command
+    except HocketError as error:  # argv names a file with a command, which can't be loaded
         print(redacted(f"error: {error}"), file=sys.stderr)
         return 1
-    args, rest = parser.parse_known_args(argv)
-    asked: Command = args.asked
-    # Options may stand between settings.
-    wrong = [arg for arg in rest if arg.startswith("-")] if "settings" in args else rest
-    if wrong:
-        how = f"; {config_module.as_setting(wrong[0])}" if "settings" in args else ""
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}{how}")
+    args, extra_words = parser.parse_known_args(argv)
+    _refuse_unknown(parser, args, extra_words)
+    entry: Command = args.entry
     if args.traceback:
-        os.environ[TRACEBACK] = "1"  # for children, too
+        os.environ[TRACEBACK] = "1"  # child processes read it, too
+
+    # Several processes of a run may end at once. One tells the user how to go on: the launcher or,
+    # without it, rank 0.
     speaks = not launched
     try:
-        shell.settle_ranks(launched=asked.trains)
-        speaks = speaks and int(os.environ.get("RANK", "0")) == 0  # one rank, or the launcher
+        shell.settle_ranks(launched=entry.trains)
+        speaks = speaks and int(os.environ.get("RANK", "0")) == 0
         if "settings" in args:
-            args.config, args.arguments = read_settings(
-                [*args.settings, *rest], DEFAULTS.get(args.command)
-            )
-            if asked.trains:
+            # argparse gives settings that stand behind an option back as unknown words.
+            settings = args.settings + extra_words
+            args.config, args.arguments = read_settings(settings, DEFAULTS.get(args.command))
+            if entry.trains:
                 os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
-            if asked.checkpoints:
+            if entry.checkpoints:
                 args.newest = _newest(args.config.run_dir)
-        status = asked.run(args) or 0
+        status = entry.run(args) or 0
     except KeyboardInterrupt:
         if speaks:
             print(redacted(f"interrupted{_how_to_go_on(args)}"), file=sys.stderr)
@@ -77,96 +82,117 @@ def main(argv: Sequence[str]) -> int:
         if TRACEBACK in os.environ:
             print(redacted(traceback.format_exc()), file=sys.stderr)
         print(redacted(f"error: {_sentence(error)}"), file=sys.stderr)
-        if isinstance(
-            error, ConfigError
-        ):  # a checkpoint that is new was made by the process that has the folder
+        if isinstance(error, ConfigError):
+            # If there is a new checkpoint, another process has made it: the folder's owner.
             return 1
         status = 1
-    if (
-        speaks
-        and status not in WHOLE
-        and "newest" in args
-        and _newest(args.config.run_dir) not in (None, args.newest)
-    ):
+    is_broken_off = status not in WHOLE and "newest" in args
+    if is_broken_off and speaks and _newest(args.config.run_dir) not in (None, args.newest):
         print(redacted(f"checkpointed{_how_to_go_on(args)}"), file=sys.stderr)
     return status
 
 
+def _refuse_unknown(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]
+) -> None:
+    """Exit with the parser's error if some words are neither an option nor a setting."""
+    takes_settings = "settings" in args
+    unknown = [word for word in words if word.startswith("-") or not takes_settings]
+    if unknown:
+        advice = f"; {config_module.as_setting(unknown[0])}" if takes_settings else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+
+
 def _newest(run_dir: Path) -> Path | None:
+    """Find the newest complete checkpoint of a run."""
     return max(checkpoints.complete(run_dir / checkpoints.FOLDER), default=None)
 
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
+    """Name the command that resumes the run, as the end of a sentence; "" before it has begun."""
     if "newest" not in args:  # the config was being read
         return ""
     where = _newest(args.config.run_dir) or "the start, as there is no checkpoint yet"
-    typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
+    words = [word for word in args.arguments if not word.startswith("checkpoint.resume=")]
+    typed = shlex.join(words)
     again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else program()
     return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
 
 
 def _sentence(error: Exception) -> str:
-    """Say what went wrong; keep the traceback of what was not foreseen in a file."""
+    """Describe an error in one sentence; write the traceback of an unforeseen one to a file."""
     if isinstance(error, HocketError):
         return str(error)
+
+    # An error of the disk. safetensors raises its own, which name "os error".
     fix = remedy(error)
-    if fix and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
+    if fix and (isinstance(error, OSError) or "os error" in str(error)):
         is_unnamed = fix.endswith("there") and getattr(error, "filename", None) is None
         where = " in run.dir, in TMPDIR, or where the output goes" if is_unnamed else ""
         return f"{error}{where}; {fix}"
+
     place = f"printed by --traceback (or {TRACEBACK}=1)"
-    with contextlib.suppress(OSError):  # the disk is full, too
+    with contextlib.suppress(OSError):  # the disk may be full, too
         with tempfile.NamedTemporaryFile(
             "w", prefix="hocket-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
             file.write(redacted(traceback.format_exc()))
         place = f"in {file.name}"
-    return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is {place}"
+    advice = f"This was not foreseen; to report it, the traceback is {place}"
+    return f"{type(error).__name__}: {error}. {advice}"
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of all commands, of which only the one in argv has its options: others are not imported."""
+    """Make the parser of all commands.
+
+    Only the command that argv names gets its options: the modules of the others are not imported.
+    Raises ConfigError where argv names a file that does not register a command.
+    """
     prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
     parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
-    # DeepSpeed's launcher gives it; the environment says the same.
+    # DeepSpeed's launcher adds this option; the environment has the same number.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    name = next((word for word in argv if word in COMMANDS.names or word.endswith(".py")), "")
-    for known, text in hocket.COMMANDS.items():
-        if known in COMMANDS.names:
-            subparser = commands.add_parser(known, help=text, description=text)
-            if known == name:
-                _add_options(subparser, known)
-    if name.endswith(".py"):
-        _add_options(commands.add_parser(name), _own(name))
+    # The command that was typed; options may stand before it. A .py file is a user's command.
+    typed = next((word for word in argv if word in COMMANDS.names or word.endswith(".py")), "")
+    for name, text in hocket.COMMANDS.items():
+        if name in COMMANDS.names:
+            subparser = commands.add_parser(name, help=text, description=text)
+            if name == typed:
+                _add_options(subparser, name)
+    if typed.endswith(".py"):
+        _add_options(commands.add_parser(typed), _command_of_file(typed))
     return parser
 
 
 def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
-    asked = COMMANDS.get(name)
-    parser.description = parser.description or asked.run.__doc__
-    if SETTINGS in asked.options:
+    """Add a command's options to its parser, which gets the command's docstring, too."""
+    entry = COMMANDS.get(name)
+    parser.description = parser.description or entry.run.__doc__
+    if SETTINGS in entry.options:
         parser.epilog = EPILOG
-    for names, how in (*asked.options, TRACEBACKS):
-        parser.add_argument(*names, **how)
-    parser.set_defaults(command=name, asked=asked)
+    for names, keywords in entry.options:
+        parser.add_argument(*names, **keywords)
+    names, keywords = TRACEBACKS
+    parser.add_argument(*names, **keywords)
+    parser.set_defaults(command=name, entry=entry)
 
 
-def _own(path: str) -> str:
-    """Return the name of the command that a user's file registers."""
-    before = COMMANDS.names
+def _command_of_file(path: str) -> str:
+    """Load a user's file and return the name of the command that it registers."""
+    names_before = COMMANDS.names
     load_plugins([path])
-    added = sorted(COMMANDS.names - before)
+    added = sorted(COMMANDS.names - names_before)
     if len(added) != 1:
-        many = f"registers {len(added)} commands" if added else "registers no command"
-        raise ConfigError(
-            f"{path} {many}: mark one function with @command (hocket.commands.command)"
-        )
+        fact = f"registers {len(added)} commands" if added else "registers no command"
+        advice = "mark one function with @command (hocket.commands.command)"
+        raise ConfigError(f"{path} {fact}: {advice}")
     return added[0]
 
 
-def _page(name: str, content: Callable[[], str], **how: Any) -> Option:
-    return option(name, dest="page", action="store_const", const=content, **how)
+def _page(name: str, content: Callable[[], str], help: str) -> Option:
+    """Describe an option that has `config` print a page in place of the settings."""
+    return option(name, dest="page", action="store_const", const=content, help=help)
 
 
 TRACEBACKS = option(
@@ -176,18 +202,21 @@ TRACEBACKS = option(
 
 @command("quickstart", SETTINGS, checkpoints=True)
 def _quickstart(args: argparse.Namespace) -> int:
-    named = any(
-        one.startswith("run.dir=") for one in args.arguments
-    )  # if it is taken, that is said
-    if named or args.config.checkpoint.resume:
+    # A newcomer types this command again and again: each run gets a folder of its own.
+    is_named = any(argument.startswith("run.dir=") for argument in args.arguments)
+    if is_named or args.config.checkpoint.resume:
+        # The user has named the run: if its folder is taken, the launch says so.
         status = launch.launch(args.config, args.arguments)
     else:
         folder = make_unused(args.config.run_dir)
-        args.config, args.arguments = read_settings([*args.arguments, f"run.dir={folder}"])
+        settings = list(args.arguments)
+        settings.append(f"run.dir={folder}")
+        args.config, args.arguments = read_settings(settings)
         try:
             status = launch.launch(args.config, args.arguments)
         finally:
-            with contextlib.suppress(OSError):  # it holds a run
+            # Remove the folder if nothing was written there; one that holds a run stays.
+            with contextlib.suppress(OSError):
                 folder.rmdir()
     if status == 0:
         print(launch.what_next(args.config.run_dir, args.arguments))
@@ -232,9 +261,8 @@ def _launch(args: argparse.Namespace) -> int:
         )
         return 0
     if args.output or args.submit or args.gpus_per_node != GPUS_PER_NODE:
-        raise ConfigError(
-            "--gpus-per-node, --output and --submit need an --engine: slurm, ray or kubernetes"
-        )
+        options = "--gpus-per-node, --output and --submit"
+        raise ConfigError(f"{options} need an --engine: slurm, ray or kubernetes")
     return launch.launch(args.config, args.arguments, dry_run=args.dry_run)
 
 
@@ -289,45 +317,51 @@ def _generate(args: argparse.Namespace) -> None:
     )
 
     config: Config = args.config
-    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    # The prompts of the command line or of standard input, as chats or as plain text.
+    prompts: list[str] = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
-    inputs: list[PromptInput] = (
-        prompts if args.text else [[ChatMessage(role="user", content=one)] for one in prompts]
-    )
-    most = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
+    inputs: list[PromptInput] = []
+    for prompt in prompts:
+        if args.text:
+            inputs.append(prompt)
+        else:
+            inputs.append([ChatMessage(role="user", content=prompt)])
+    # With fit=True the server lowers max_tokens to what the context leaves.
+    max_tokens = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
     try:
-        sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=most)
+        sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=max_tokens)
         request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n, fit=True)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{first['loc'][0]} can't be asked for: {first['msg']}") from error
 
-    async def ask() -> GenerateResponse:
-        url, *_ = await Servers(config).urls()
-        async with ServerClient(url, token=config.token) as server:
+    async def generate() -> GenerateResponse:
+        urls = await Servers(config).urls()
+        async with ServerClient(urls[0], token=config.token) as server:
             return await server.ask(request, timeout_s=config.rollout.timeout_s)
 
-    answer = asyncio.run(ask())
+    response = asyncio.run(generate())
     if args.json:
-        print(answer.model_dump_json())
+        print(response.model_dump_json())
         return
-    is_one = len(prompts) * args.n == 1
-    for prompt, completions in zip(prompts, answer.completions, strict=True):
+    # A single completion is printed alone, several with their prompts.
+    is_single = len(prompts) * args.n == 1
+    for prompt, completions in zip(prompts, response.completions, strict=True):
         for completion in completions:
-            print(completion.text if is_one else f"{prompt}\t{completion.text}")
+            print(completion.text if is_single else f"{prompt}\t{completion.text}")
 
 
 @command("eval", SETTINGS, option("--json", action="store_true", help="print one JSON object"))
 def _eval(args: argparse.Namespace) -> None:
     from hocket.commands.runs import evaluate_checkpoint
 
-    found = evaluate_checkpoint(args.arguments)
-    print(
-        json.dumps(found)
-        if args.json
-        else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items())
-    )
+    values = evaluate_checkpoint(args.arguments)
+    if args.json:
+        print(json.dumps(values))
+        return
+    for name, value in values.items():
+        print(f"{name:20} {value:.4f}")
 
 
 @command(
@@ -346,17 +380,21 @@ def _reward_test(args: argparse.Namespace) -> int:
     return score_samples(args.config, args.samples, args.against)
 
 
-@command(
-    "config",
-    SETTINGS,
-    _page("--reference", config_module.reference, help="print every key with default and meaning"),
-    _page("--metrics", metrics.reference, help="print every metric with meaning and healthy range"),
-    _page("--files", rows.reference, help="print every key of a run folder's files"),
-    _page(
-        "--presets",
-        config_module.preset_table,
-        help="print the settings of every published algorithm",
-    ),
+_REFERENCE = _page(
+    "--reference", config_module.reference, "print every key with default and meaning"
 )
+_METRICS = _page(
+    "--metrics", metrics.reference, "print every metric with meaning and healthy range"
+)
+_FILES = _page("--files", rows.reference, "print every key of a run folder's files")
+_PRESETS = _page(
+    "--presets", config_module.preset_table, "print the settings of every published algorithm"
+)
+
+
+@command("config", SETTINGS, _REFERENCE, _METRICS, _FILES, _PRESETS)
 def _config(args: argparse.Namespace) -> None:
-    print(args.page() if args.page else config_module.to_yaml(args.config.as_dict()).rstrip())
+    if args.page:
+        print(args.page())
+    else:
+        print(config_module.to_yaml(args.config.as_dict()).rstrip())

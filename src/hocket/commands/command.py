@@ -11,17 +11,22 @@ from hocket.common.registry import Registry
 from hocket.errors import ConfigError
 
 RunCommand = Callable[[argparse.Namespace], int | None]
+"""A function that runs a command with its parsed arguments; returns the exit status, None for 0."""
 Option = tuple[tuple[str, ...], dict[str, Any]]
+"""The names of an option, and the keywords of argparse's `add_argument`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
+    """A registered command."""
+
     run: RunCommand
     options: tuple[Option, ...]
     trains: bool  # its process is a rank of a trainer
-    checkpoints: bool  # it makes checkpoints in the run folder, from which it can go on
+    checkpoints: bool  # it writes checkpoints into the run folder, from which it can resume
 
 
+# The commands of the extras are imported when one of them is typed.
 _MODULES = {name: module for name, (module, _) in hocket.EXTRA_COMMANDS.items()}
 COMMANDS: Registry[Command] = Registry("command", **_MODULES)
 
@@ -29,9 +34,14 @@ COMMANDS: Registry[Command] = Registry("command", **_MODULES)
 def command(
     name: str, *options: Option, trains: bool = False, checkpoints: bool = False
 ) -> Callable[[RunCommand], RunCommand]:
-    """Register a function as a command (decorator): it gets the parsed arguments, and returns the exit status.
+    """Register a function as a command (decorator).
 
-    With SETTINGS among the options, `args.config` is the Config of the settings, and `args.arguments` are these.
+    The function gets the parsed arguments, and returns the exit status. With SETTINGS among the
+    options, `args.config` is the Config of the settings, and `args.arguments` are their words.
+
+    Args:
+        trains: Each process of the command is a rank of a trainer.
+        checkpoints: The command writes checkpoints, from which it can resume. Implied by `trains`.
 
     Example: a file of your own, run by `python3 run.py seeds.py config/sort.yaml`.
 
@@ -50,9 +60,9 @@ def command(
     return add
 
 
-def option(*names: str, **how: Any) -> Option:
-    """Describe an option, as argparse's `add_argument` takes it."""
-    return names, how
+def option(*names: str, **keywords: Any) -> Option:
+    """Describe an option with the names and keywords of argparse's `add_argument`."""
+    return names, keywords
 
 
 SETTINGS = option("settings", nargs="*", metavar="CONFIG | section.key=value")
@@ -62,9 +72,8 @@ DRY_RUN = option(
 
 
 def run_of(folder: Path) -> Path:
-    """Return a folder that a run has written. Raise ConfigError for another."""
+    """Check that a run has written a folder, and return it. Raises ConfigError if none has."""
     if not (folder / "config.yaml").exists():
-        raise ConfigError(
-            f"{folder} is no run: it has no config.yaml; give the run folder, such as runs/quickstart"
-        )
+        fact = f"{folder} is no run: it has no config.yaml"
+        raise ConfigError(f"{fact}; give the run folder, such as runs/quickstart")
     return folder

@@ -1,31 +1,31 @@
-"""The parts of a run. runs.py makes them in this order, each from those before it:
+"""The parts of a run. runs.py makes them in this order, each from earlier ones:
 
-| made by           | what                                   | from                                |
+| made by           | part                                   | made from, or why at this point     |
 |-------------------|----------------------------------------|-------------------------------------|
-| `Parts.make`      | workers of rewards, tokenizer, sources | the config                          |
+| `Parts.make`      | reward workers, tokenizer, sources     | the config                          |
 | `Parts.load`      | `LoadedPrompts`                        | the sources                         |
 | `own_server`      | a server, if the command starts one    | before the trainer takes GPU memory |
 | `Parts.trainer`   | the trainer                            | `LoadedPrompts.needed` must fit     |
-| `Servers.pool`    | the servers, which are not asked yet   | the config                          |
-| `Parts.publisher` | how weights get to servers             | trainer, pool                       |
+| `Servers.pool`    | the pool, which sends no request yet   | the config                          |
+| `Parts.publisher` | the publisher of weights to servers    | trainer, pool                       |
 | runs.py           | checkpoints; the last one is restored  | trainer, stream, publisher          |
-| `Parts.join`      | what joins the run beside the loop     | all above                           |
+| `Parts.join`      | the run parts beside the loop          | all above                           |
 | `Parts.plays`     | a player of episodes for each source   | pool, `longest_episode(trainer)`    |
 | runs.py           | `Run`, the loop                        | all above, scorer and evaluation    |
 
-A stage takes the earlier ones as arguments: none can be made too early. All are frozen but for
-trainer, pool, publisher and checkpoints, which have states of their own.
+A stage takes the earlier ones as arguments, so that none can be made too early. All are frozen,
+except for trainer, pool, publisher and checkpoints, which have states of their own.
 
-Some of these four know each other, or what joins the run. That is set here, and in no other file:
-`Publisher.trainer_turn` and `ServerPool.bring_up` by `publisher` (the latter, in a command without
-a trainer, by `servers_as_they_are`); `Publisher.parts`, `ServerPool.on_change` and
-`Checkpoints.after` by `join`.
+Some of these four call each other, or the run parts. This file sets these hooks, and no other does:
+`publisher` sets `Publisher.trainer_turn` and `ServerPool.bring_up` (in a command without a trainer,
+`servers_as_they_are` sets the latter); `join` sets `Publisher.parts`, `ServerPool.on_change` and
+`Checkpoints.after`.
 """
 
 import dataclasses
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from hocket.client.server import ServerClient
 from hocket.client.take_over import claim
 from hocket.commands import sources
 from hocket.commands.sources import HeldOutPrompts, PromptSource, RewardNames
-from hocket.config import Config
+from hocket.config import Config, SourceSettings
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.data.mixture import MixedStream, unlike
@@ -67,58 +67,78 @@ from hocket.types import Prompt, Rollout
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
-NUM_SHOWN = 2  # prompts, at the start
-NO_ROWS = "eval.data, or held_out of data.sources, names no rows: set its source or, of a hub dataset, its split"
+NUM_SHOWN = 2  # prompts that are printed at the start
+NO_ROWS = (
+    "eval.data, or held_out of data.sources, names no rows: set its source or, of a hub dataset, "
+    "its split"
+)
+
+
+def no_rewards(source: SourceSettings) -> Iterable[str]:
+    """List no reward: the command scores nothing."""
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Servers:
-    """The servers that a config names, or that it would start."""
+    """The servers that a config names, or that a command would start for it."""
 
     config: Config
 
     async def urls(self) -> Sequence[str]:
+        """Look up the servers' base URLs. Raises ServerError where server.discover has none."""
         where = self.config.server.discover
         return self.config.server_urls if where is None else await find_servers(where)
 
     async def up(self, say: Callable[[str], None]) -> list[str]:
-        """List the addresses at which a server answers; say where none does."""
-        found = []
+        """List the URLs at which a server answers; print a line for each at which none does."""
+        answering: list[str] = []
         try:
             urls = await self.urls()
-        except ServerError as error:  # server.discover finds none yet
+        except ServerError as error:  # server.discover has no server yet
             say(str(error))
-            return []
+            return answering
         for url in urls:
             async with ServerClient(url, token=self.config.token) as server:
                 try:
                     await server.health()
-                    found.append(url)
-                except ServerError as error:  # another program may listen there
+                except ServerError as error:
+                    # Any other code comes from something that listens, maybe another program.
                     if error.code != "unreachable":
                         raise
                     say(f"no server answers at {url} yet; start one with: {program()} serve CONFIG")
-        return found
+                else:
+                    answering.append(url)
+        return answering
 
     async def answer(self) -> bool:
-        """Check whether servers are named, or one answers where it would be started."""
+        """Check whether the config names servers, or one answers where a command would start it."""
         return self.config.names_servers or bool(await self.up(lambda line: None))
 
-    async def clear_gpu(self, **tell: Callable[..., None]) -> None:
-        """Wait for a server that may be on this GPU, and put it to sleep to share it, before any rank takes memory.
+    async def clear_gpu(self, **callbacks: Callable[..., None]) -> None:
+        """Wait for a server that may be on this GPU, before any rank takes memory.
 
-        vLLM counts what others allocate while it starts as its own, and its KV cache gets so much less.
+        vLLM counts memory that others allocate while it starts as its own, and makes its KV cache
+        smaller by that much. With launch.share_gpu the server is then put to sleep.
+        `callbacks` are those of `pool`.
         """
         config = self.config
         shares = config.launch.share_gpu
-        if shares or (config.pipeline.replay is None and visible_gpus() and not config.gpus_apart):
-            async with self.pool(trainer_id(config.run_dir), **tell) as servers:
+        may_be_here = bool(visible_gpus()) and not config.gpus_apart
+        if shares or (config.pipeline.replay is None and may_be_here):
+            async with self.pool(trainer_id(config.run_dir), **callbacks) as servers:
                 await servers.wait_up()
                 if shares:
                     await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
-    def pool(self, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
-        """Return the servers' pool; `trainer`: id under which a run takes them."""
+    def pool(self, trainer: str | None = None, **callbacks: Callable[..., None]) -> ServerPool:
+        """Make the pool of the servers.
+
+        Args:
+            trainer: The id under which a run claims the servers; None in a command that only
+                sends requests.
+            callbacks: `on_wait` and `say` of `ServerPool`.
+        """
         server = self.config.server
         pool = ServerPool(
             self.config.server_urls,
@@ -126,7 +146,7 @@ class Servers:
             trainer=trainer,
             silence_s=server.silence_s,
             start_timeout_s=server.start_timeout_s,
-            **tell,
+            **callbacks,
         )
         if server.discover is not None:
             follow(pool, partial(find_servers, server.discover))
@@ -139,22 +159,32 @@ class Servers:
 class LoadedPrompts:
     """The prompts of a run."""
 
-    training: Mapping[str, Prompts]  # by source
-    held_out: Sequence[Prompt]
-    stream: PromptStream  # draws from `training`
-    needed: int  # tokens of the longest training prompt and a completion
+    training: Mapping[str, Prompts]  # the prompts to train on, by source
+    held_out: Sequence[Prompt]  # the prompts of the evaluation
+    stream: PromptStream  # draws prompts from `training`
+    needed: int  # tokens of the longest training prompt with a completion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts(AbstractContextManager["Parts"]):
-    """Makes the parts of a run; leaving it closes them."""
+    """The parts of a run that need neither server nor trainer, and methods that make the others.
+
+    Leaving its context closes the parts.
+
+    Example: print the first prompts of a config.
+
+        with Parts.make(config, console) as parts:
+            stream = parts.load().stream
+            for prompt in stream.take(2).values():
+                console.say(parts.tokenizer.decode(prompt.token_ids))
+    """
 
     config: Config
     console: Console
     servers: Servers
-    calls: Mapping[str, RewardCalls]  # by source
+    calls: Mapping[str, RewardCalls]  # the callers of the rewards, by source
     tokenizer: Any
-    longest: int  # tokens of a sequence
+    longest: int  # tokens that a sequence may have in the model
     sources: Mapping[str, PromptSource]
     stack: ExitStack
 
@@ -163,18 +193,28 @@ class Parts(AbstractContextManager["Parts"]):
         cls,
         config: Config,
         console: Console,
-        rewards: RewardNames = lambda source: (),
+        rewards: RewardNames = no_rewards,
         *,
         trains: bool = True,
     ) -> "Parts":
-        """Make what needs neither servers nor a trainer; `trains`: there will be a trainer."""
+        """Make the parts that need neither servers nor a trainer.
+
+        Args:
+            rewards: Lists the rewards of a source that the command calls.
+            trains: Whether a trainer will be made.
+
+        Raises:
+            ConfigError: A setting does not fit the model, or a source's environment.
+        """
         config = config.chosen(on_gpu=bool(visible_gpus()))
         with ExitStack() as stack:
-            calls = sources.reward_calls(stack, config, rewards)  # their processes start meanwhile
-            # A server of its own examines the model for commands that only ask servers.
-            tokenizer = (
-                model_folder.examine(config.model) if trains else tokenizers.load(config.model.path)
-            )
+            # The workers of rewards come first: their processes start while the model is examined.
+            calls = sources.reward_calls(stack, config, rewards)
+            # A command that only sends requests needs the tokenizer: its server examines the model.
+            if trains:
+                tokenizer = model_folder.examine(config.model)
+            else:
+                tokenizer = tokenizers.load(config.model.path)
             longest = tokenizers.longest_sequence(config.model, config.trainer)
             by_name = {}
             for name, settings in config.sources.items():
@@ -194,12 +234,15 @@ class Parts(AbstractContextManager["Parts"]):
         self.stack.__exit__(*exc_info)
 
     async def set_up(self) -> None:
-        """Set the rewards up."""
+        """Set up the rewards of all sources."""
         for calls in self.calls.values():
             await calls.set_up()
 
     def trainer(self, needed: int, saved: Saved | None = None) -> "Trainer":
-        """Make the trainer. Raise ConfigError where a micro-batch has less than `needed` tokens."""
+        """Make the trainer, with the state of a checkpoint if there is one.
+
+        Raises ConfigError where a micro-batch has room for fewer than `needed` tokens.
+        """
         from hocket.trainer.state import SavedTensors
         from hocket.trainer.trainer import Trainer
 
@@ -216,68 +259,94 @@ class Parts(AbstractContextManager["Parts"]):
         size = self.longest_episode(trainer)
         if size < needed and self.config.pipeline.replay is None:
             fact = f"a prompt with its completion may have {needed} tokens, but {size} fit"
-            advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
+            advice = (
+                "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or "
+                "data.max_prompt_tokens"
+            )
             raise ConfigError(f"{fact}: {advice}")
 
     def longest_episode(self, trainer: "Trainer") -> int:
         """Count the tokens that an episode may have in the model and in a micro-batch."""
-        return min(self.longest, trainer.micro_batch_tokens + 1)  # the last one is only predicted
+        # The last token is only predicted: it takes no position of the micro-batch.
+        return min(self.longest, trainer.micro_batch_tokens + 1)
 
     def load(self, *, compare: bool = True) -> LoadedPrompts:
-        """Load the prompts; without `compare`, held-out ones only to leave them out of training."""
+        """Load the prompts of all sources, and print the first ones.
+
+        Without `compare` nothing is evaluated: held-out prompts are loaded only where
+        data.exclude_overlap leaves them out of training.
+        """
         say = self.console.say
-        excludes = self.config.data.exclude_overlap
+        is_mixture = bool(self.config.data.sources)
+
+        # The prompts to train on. A source without a weight is only evaluated.
         training = dict[str, Prompts]()
+        weights = dict[str, float]()
         needed = 0
         for name, source in self.sources.items():
-            if source.settings.weight:
+            weight = source.settings.weight
+            if weight:
                 training[name], longest = source.training()
+                weights[name] = weight
                 needed = max(needed, longest)
-        weights = {name: self.sources[name].settings.weight for name in training}
         total = sum(weights.values())
         shares = {name: weight / total for name, weight in weights.items()}
-        if self.config.data.sources:
+        if is_mixture:
             for name, prompts in training.items():
                 say(f"source {name}: {len(prompts):,} prompts, {shares[name]:.1%} of the draws")
         self._show(training)
 
+        # The prompts to evaluate, which may have to be left out of training.
+        excludes = self.config.data.exclude_overlap
         held_out: Sequence[Prompt] = ()
         if compare or excludes:
             evaluated = self.held_out()
             held_out = evaluated.prompts
             training = unlike(training, evaluated.keys, excludes, say)
 
+        # One stream of draws over all sources.
         streams = dict[str, PromptStream]()
         for name, prompts in training.items():
             streams[name] = self.sources[name].stream(prompts, shares[name])
-        if self.config.data.sources:
+        if is_mixture:
             stream: PromptStream = MixedStream(streams, weights, self.config.trainer.seed)
         else:
             stream = streams[""]
         return LoadedPrompts(training=training, held_out=held_out, stream=stream, needed=needed)
 
     def _show(self, prompts: Mapping[str, Prompts]) -> None:
-        """Show the first prompts, and say what is odd about their number, and where answers end."""
-        if added := tokenizers.said_end(self.config.model.path, self.tokenizer):
-            self.console.say(added)
-        num = sum(map(len, prompts.values()))
-        num_asked = self.config.rollout.prompts_per_step
-        step = f"rollout.prompts_per_step={num_asked}"
-        if num < num_asked:
-            self.console.say(f"{step} with {num} prompts: each step repeats some; lower it")
-        if low := self.config.trainer.below_peak(self.config.trainer.steps):
-            self.console.say(low)
+        """Print the first prompts, where answers end, and what is odd about the batch's size."""
+        say = self.console.say
+        end_tokens = tokenizers.said_end(self.config.model.path, self.tokenizer)
+        if end_tokens:
+            say(end_tokens)
+
+        # These settings work, but are rarely meant.
+        num_prompts = sum(map(len, prompts.values()))
+        batch_size = self.config.rollout.prompts_per_step
+        setting = f"rollout.prompts_per_step={batch_size}"
+        if num_prompts < batch_size:
+            say(f"{setting} with {num_prompts} prompts: each step repeats some; lower it")
+        low_rate = self.config.trainer.below_peak(self.config.trainer.steps)
+        if low_rate:
+            say(low_rate)
         num_updates = self.config.algorithm.minibatches
-        if num_asked % num_updates:
-            self.console.say(
-                f"{step} is no multiple of algorithm.minibatches={num_updates}: updates differ in size"
-            )
-        for prompt in next(iter(prompts.values()))[:NUM_SHOWN]:
-            seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
-            self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
+        if batch_size % num_updates:
+            multiple = f"is no multiple of algorithm.minibatches={num_updates}"
+            say(f"{setting} {multiple}: updates differ in size")
+
+        # The first source stands for all.
+        first_prompts = next(iter(prompts.values()))
+        for prompt in first_prompts[:NUM_SHOWN]:
+            text = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
+            say(f"prompt {prompt.id}, as the model sees it: {text}")
 
     def server_check(self, needed: int, trainer: "Trainer") -> Callable[[Health], None]:
-        """Make the check of a server, which must take the longest episode, or a single turn."""
+        """Make a check that raises ServerError for a server that this run can't use.
+
+        A server must take `needed` tokens if all episodes have a single turn, and else the longest
+        episode.
+        """
         envs = {source.settings.env.name for source in self.sources.values()}
         length = needed if envs == {"single_turn"} else self.longest_episode(trainer)
         return partial(self._check_server, length)
@@ -286,36 +355,39 @@ class Parts(AbstractContextManager["Parts"]):
         """Raise ServerError for a server that can't take this run's weights or prompts."""
         config = self.config
         model = config.model
-        root = str(config.sync_root.resolve())
-        reads_root = config.sync.transport != "nccl" and not config.sync.upload
-        rank = model.lora.rank if model.lora else 0
-        # Without weights the path does not say it; the first version that is loaded does.
-        kind = health.architecture if model.random_init else model_shapes(model.path).architecture
-        for what, theirs, ours, setting in (
-            ("architecture", health.architecture, kind, "model.path"),
-            (
-                "tokenizer",
-                health.tokenizer_sha256,
-                tokenizers.fingerprint(self.tokenizer),
-                "model.path",
-            ),
-            (
-                "root of versions",
-                health.root if reads_root else root,
-                root,
-                "sync.root, or set sync.upload=true",
-            ),
-            ("longest sequence", min(health.max_length, length), length, "model.max_length"),
-            ("highest rank of adapters", min(health.max_adapter_rank, rank), rank, "model.lora"),
-        ):
+
+        def compare(trait: str, theirs: object, ours: object, setting: str) -> None:
             if theirs != ours:
-                differ = f"the server, of {health.model}, has the {what} {theirs}, this run {ours}"
-                raise ServerError(
-                    f"{differ}: start both with the same {setting}", code="other_model"
-                )
+                fact = f"the server, of {health.model}, has the {trait} {theirs}, this run {ours}"
+                advice = f"start both with the same {setting}"
+                raise ServerError(f"{fact}: {advice}", code="other_model")
+
+        # Random weights have no files to read an architecture from. The server compares it when it
+        # loads the first version.
+        if model.random_init:
+            architecture = health.architecture
+        else:
+            architecture = model_shapes(model.path).architecture
+        compare("architecture", health.architecture, architecture, "model.path")
+
+        fingerprint = tokenizers.fingerprint(self.tokenizer)
+        compare("tokenizer", health.tokenizer_sha256, fingerprint, "model.path")
+
+        # Files get to the server through a folder that both see, unless they are uploaded.
+        if config.sync.transport != "nccl" and not config.sync.upload:
+            root = str(config.sync_root.resolve())
+            setting = "sync.root, or set sync.upload=true"
+            compare("root of versions", health.root, root, setting)
+
+        # The server may have more of these than the run needs, but not less.
+        max_length = min(health.max_length, length)
+        compare("longest sequence", max_length, length, "model.max_length")
+        rank = model.lora.rank if model.lora else 0
+        max_rank = min(health.max_adapter_rank, rank)
+        compare("highest rank of adapters", max_rank, rank, "model.lora")
 
     def held_out(self) -> HeldOutPrompts:
-        """Load the prompts of the evaluation, those of all sources; say so if there are none."""
+        """Load the held-out prompts of all sources; print a line if there are none."""
         prompts: list[Prompt] = []
         keys = set[str]()
         for source in self.sources.values():
@@ -327,13 +399,20 @@ class Parts(AbstractContextManager["Parts"]):
         return HeldOutPrompts(prompts, keys)
 
     def scorer(self) -> RewardScorer:
+        """Make the scorer of training, by the rewards that each source trains on."""
         return self._scorer(lambda source: source.rewards.functions)
 
     def rewards_here(self, source: str) -> tuple[list[str], list[str]]:
-        """Return the rewards of a source that run on this machine, and the async ones, which may ask a service."""
-        rewards = self.calls[source].rewards
-        here = [name for name, reward in rewards.items() if reward.runs != "async"]
-        return here, [name for name in rewards if name not in here]
+        """Split a source's rewards: those that run on this machine, and the async ones.
+
+        Async rewards may call a service elsewhere.
+        """
+        local: list[str] = []
+        remote: list[str] = []
+        for name, reward in self.calls[source].rewards.items():
+            names = remote if reward.runs == "async" else local
+            names.append(name)
+        return local, remote
 
     def _scorer(self, names: RewardNames) -> RewardScorer:
         scorers = {}
@@ -348,12 +427,12 @@ class Parts(AbstractContextManager["Parts"]):
         return {name: source.play(servers, longest) for name, source in self.sources.items()}
 
     def play(self, plays: Mapping[str, Play]) -> Play:
-        """Make the player of training: a prompt is played as its source plays it."""
+        """Make the player of training, which plays each prompt as its source plays it."""
         lengths = {name: source.settings.max_tokens for name, source in self.sources.items()}
         return self._play(plays, lengths)
 
     def _play(self, plays: Mapping[str, Play], lengths: Mapping[str, int]) -> Play:
-        """Look each prompt's player up by its source, and the tokens that an answer may have."""
+        """Make a player that looks up a prompt's source, its player and its tokens per answer."""
         if lengths == {"": self.config.rollout.max_tokens}:
             return plays[""]  # nothing to look up
 
@@ -364,10 +443,12 @@ class Parts(AbstractContextManager["Parts"]):
         return play
 
     def replay(self) -> Replay | None:
+        """Make the replay of another run's rollouts; None where pipeline.replay names no run."""
         source = self.config.pipeline.replay
         return None if source is None else Replay(Path(source))
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
+        """Make the pipeline that gathers the batches of the steps, some ahead of training."""
         trainer = self.config.trainer
         ahead = int(self.config.pipeline.max_staleness)
         plan = partial(
@@ -377,36 +458,38 @@ class Parts(AbstractContextManager["Parts"]):
             oversampling=self.config.algorithm.oversampling,
             max_staleness=ahead,
         )
-        early = not self.config.launch.share_gpu
-        progress = self.console.progress
         return Pipeline(
             new_batch,
             plan,
             steps=trainer.steps,
             max_staleness=ahead,
-            early=early,
-            progress=progress,
+            early=not self.config.launch.share_gpu,
+            progress=self.console.progress,
         )
 
     def evaluation(self, prompts: Sequence[Prompt], plays: Mapping[str, Play]) -> Evaluation:
+        """Make the evaluation on held-out prompts, each played and scored as its source says."""
         config = self.config
         settings = config.eval
         lengths = {name: source.settings.eval_max_tokens for name, source in self.sources.items()}
+        rewards = {name: source.settings.eval_reward for name, source in self.sources.items()}
+        sampling = sampling_params(
+            config.rollout,
+            seed=config.trainer.seed,
+            step=EVAL_STEP,
+            temperature=settings.temperature,
+        )
+        # The servers finish the batches ahead first.
+        batches_before = int(config.pipeline.max_staleness)
         return Evaluation(
             prompts=prompts,
             play=self._play(plays, lengths),
             scorer=self._scorer(lambda source: [source.eval_reward]),
-            rewards={name: source.settings.eval_reward for name, source in self.sources.items()},
+            rewards=rewards,
             samples=settings.samples,
-            sampling=sampling_params(
-                config.rollout,
-                seed=config.trainer.seed,
-                step=EVAL_STEP,
-                temperature=settings.temperature,
-            ),
+            sampling=sampling,
             threshold=settings.threshold,
-            timeout_s=config.rollout.timeout_s
-            * (1 + int(config.pipeline.max_staleness)),  # batches ahead come first
+            timeout_s=config.rollout.timeout_s * (1 + batches_before),
             max_error_rate=config.rewards.max_error_rate,
         )
 
@@ -416,14 +499,18 @@ class Parts(AbstractContextManager["Parts"]):
         servers: ServerPool,
         check_server: Callable[[Health], None],
     ) -> Publisher:
-        """Choose the transport of the weights; it brings up the servers that pass the check."""
+        """Make the publisher of weights, with the transport that the config chooses.
+
+        From now on the pool has the publisher bring up each server that passes `check_server`.
+        """
         config = self.config
         versions = Versions(config.run_dir, trainer)
         by_disk = partial(DiskTransport, versions, config.sync_root, config.sync, self.console.say)
         transport: Transport
         if config.pipeline.replay is not None:
-            transport = by_disk()  # to no server
+            transport = by_disk()  # a replay has no server to send to
         elif config.launch.share_gpu:
+            # The trainer leaves the GPU before the server loads the new version there.
             transport = by_disk(on_written=trainer.offload)
         else:
             sending = Sending(
@@ -441,19 +528,26 @@ class Parts(AbstractContextManager["Parts"]):
             transport=transport,
             max_logprob_gap=config.sync.max_logprob_gap,
         )
+
+        # The hooks between publisher, trainer and pool.
         if config.launch.share_gpu:
-            keep = config.model.lora is not None  # new weights are adapters
+            # With LoRA, new weights are adapters: the server keeps its base weights.
+            keep = config.model.lora is not None
             publisher.trainer_turn = partial(shared_gpu, trainer, publisher, config.sync, keep)
         servers.bring_up = partial(publisher.bring_up, check_server)
         return publisher
 
-    def join(self, joined: Joined, more: Sequence[RunPart]) -> list[RunPart]:
-        """Make the parts that join a run, and have all hear of its servers; `more` come last."""
+    def join(self, joined: Joined, last_parts: Sequence[RunPart]) -> list[RunPart]:
+        """Make the run parts and hook them to the run's servers, publisher and checkpoints.
+
+        Returns them in the order in which they are called; `last_parts` come last.
+        """
         run_parts: list[RunPart] = []
         for part in joining(joined):
-            self.stack.callback(part.close)  # before the next one is made, which may fail
+            # The next part may fail to be made: this one must be closed then, too.
+            self.stack.callback(part.close)
             run_parts.append(part)
-        run_parts.extend(more)
+        run_parts.extend(last_parts)
 
         def servers_changed() -> None:
             for part in run_parts:
@@ -466,38 +560,48 @@ class Parts(AbstractContextManager["Parts"]):
 
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
-        """Give the servers with the weights that they have, or start one of model.path if none answers."""
+        """Yield the pool of the servers, with the weights that they have.
+
+        Where none answers, start a server of model.path with these arguments.
+        Raises ConfigError for a server of another model.
+        """
         config = self.config
         model = config.model.path
 
-        async def check(there: Mapping[Member, Health]) -> None:
-            for member, health in there.items():
+        async def check(health_by_member: Mapping[Member, Health]) -> None:
+            for member, health in health_by_member.items():
                 serves = f"the server at {member.url} serves {health.model}"
                 if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
                     other = f"whose tokenizer is not that of model.path={model}"
                     raise ConfigError(f"{serves}, {other}; name the same model")
-                if (
-                    not config.names_servers
-                    and Path(health.model).resolve() != Path(model).resolve()
-                ):
-                    advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
+                # A server that no setting names is expected to serve model.path itself.
+                is_model = Path(health.model).resolve() == Path(model).resolve()
+                if not config.names_servers and not is_model:
+                    setting = f"server.urls=[{member.url}]"
+                    advice = f"to measure that one set {setting}, else another server.port"
                     raise ConfigError(f"{serves}, not model.path={model}; {advice}")
                 self.console.say(f"{serves}, version {health.version}")
                 servers.mark_up(member, health)
 
-        waiting = self.console.doing if await self.servers.answer() else self.own_server(arguments)
-        async with self.servers.pool(on_wait=waiting, say=self.console.say) as servers:
+        if await self.servers.answer():
+            on_wait: Callable[[str, float], None] = self.console.doing
+        else:
+            on_wait = self.own_server(arguments)
+        async with self.servers.pool(on_wait=on_wait, say=self.console.say) as servers:
             servers.bring_up = check
             await servers.wait_up()
             yield servers
 
     def own_server(self, arguments: Sequence[str]) -> Callable[[str, float], None]:
-        """Start a server of model.path; return what to call while waiting for it."""
+        """Start a server of model.path, which is stopped when the parts are closed.
+
+        Returns the function to call while waiting for it. That function raises if the server has
+        ended.
+        """
         config = self.config
         log = config.run_dir / "logs" / "server.log"
-        self.console.say(
-            f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}"
-        )
+        starts = f"starting one for {config.model.path}, log {log}"
+        self.console.say(f"no server answers at {config.own_url}: {starts}")
         env = {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "HOCKET_TOKEN": config.token or "",
@@ -505,8 +609,8 @@ class Parts(AbstractContextManager["Parts"]):
         child = Child(["-m", "hocket", "serve", *arguments], env=env, log=log)
         self.stack.callback(stop, [child])
 
-        def waiting(what: str, waited_s: float) -> None:
+        def on_wait(activity: str, waited_s: float) -> None:
             child.refuse_dead()
-            self.console.doing(what, waited_s)
+            self.console.doing(activity, waited_s)
 
-        return waiting
+        return on_wait

@@ -48,19 +48,27 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 OnStep = Callable[[int, dict[str, float]], object] | None
-"""Takes a step's number and metrics; True, or numpy's, ends the run."""
+"""A function that takes a step's number and metrics, and ends the run by True, or numpy's True."""
 RunThere = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine in the event loop of the run."""
+"""A function that runs a coroutine in the event loop of the run, and returns its result."""
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
 def train(
     config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None
 ) -> int:
-    """Train, from the newest checkpoint if there is one; rank 0 runs the loop, others follow. Return the exit status.
+    """Train, from the newest checkpoint if there is one. Rank 0 runs the loop, the others follow.
 
-    With `dry_run`, only say what the run would use; with `serve`, start a server if none answers.
+    Args:
+        config: The settings of the run.
+        dry_run: Only print what the run would use.
+        serve: Start a server if none answers.
+        on_step: Called after each step; ends the run where it returns True.
+
+    Returns:
+        The exit status: 0, or NO_UPDATE.
     """
+    # Faults of the settings show first, on all ranks, before anything is started.
     config.refuse_outside()
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
@@ -68,106 +76,137 @@ def train(
     run_part.check(config)
     machine.bound_nccl(config.sync.bucket_timeout_s)
     on_gpu = bool(visible_gpus())
-    config = config.chosen(on_gpu=on_gpu)  # on all ranks; config.yaml says it, too
+    # All ranks choose the same; config.yaml shows the choice, too.
+    config = config.chosen(on_gpu=on_gpu)
     chosen_transport(config.sync)
     if not on_gpu:
         machine.keep_freed_memory()
     if int(os.environ.get("RANK", "0")) > 0:
-        from hocket.trainer.trainer import Trainer
+        return _follow(config, dry_run)
+    return _lead(config, dry_run, serve, on_step)
 
-        if not dry_run:
-            tasks.run(Servers(config).clear_gpu())
-        Trainer(config).follow()
-        return 0
+
+def _follow(config: Config, dry_run: bool) -> int:
+    """Run a rank above 0: take part in the steps that rank 0 takes. Returns the exit status."""
+    from hocket.trainer.trainer import Trainer
+
+    if not dry_run:
+        tasks.run(Servers(config).clear_gpu())
+    Trainer(config).follow()
+    return 0
+
+
+def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
+    """Run rank 0: the loop, or the checks of a dry run. Returns the exit status."""
     with Console(config.trainer.steps) as console, ExitStack() as stack:
-        stack.enter_context(
-            owning(config.run_dir, console.say, wait=config.checkpoint.resume and not dry_run)
-        )
+        # A restart waits until the process that it replaces has given the folder up.
+        waits = config.checkpoint.resume and not dry_run
+        stack.enter_context(owning(config.run_dir, console.say, wait=waits))
         if config.observe.page and not dry_run:
             stack.callback(stop, [page_of(config.run_dir, config.observe, config.token)])
         saved = checkpoints.find(config, console.say, dry_run=dry_run)
+
+        # A run whose last step has a checkpoint may have died before it wrote its summary.
         is_done = saved is not None and saved.step >= config.trainer.steps
-        if not (is_done and (config.run_dir / "summary.json").exists()):
-            with tasks.event_loop() as run_there:
-                refuse_missing(visible_gpus())
-                loggers.bound(config.observe.loggers)
-                with tasks.starting():
-                    made = Parts.make(config, console, lambda source: source.reward_names)
-                    parts = stack.enter_context(made)
-                    run_there(parts.set_up())
-                    if dry_run:
-                        _check(parts, saved, run_there)
-                        return 0
-                    run = _run(parts, saved, serve, on_step, run_there)
-                summary = run_there(_train(run))
-            console.finish(config.run_dir)
-            return 0 if summary["updated"] else NO_UPDATE
-        console.say(
-            f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps"
-        )
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
-            stack.enter_context(Parts.make(config, console)).trainer(needed=0)
-        return 0
+        if is_done and (config.run_dir / "summary.json").exists():
+            steps = f"all {config.trainer.steps} steps are done"
+            console.say(f"{steps}; for more of them raise trainer.steps")
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                # The other ranks wait for this trainer: only with it can they end.
+                stack.enter_context(Parts.make(config, console)).trainer(needed=0)
+            return 0
+
+        with tasks.event_loop() as run_there:
+            refuse_missing(visible_gpus())
+            loggers.bound(config.observe.loggers)
+            with tasks.starting():
+                parts = Parts.make(config, console, lambda source: source.reward_names)
+                stack.enter_context(parts)
+                run_there(parts.set_up())
+                if dry_run:
+                    _check(parts, saved, run_there)
+                    return 0
+                run = _run(parts, saved, serve, on_step, run_there)
+            summary = run_there(_train(run))
+        console.finish(config.run_dir)
+        return 0 if summary["updated"] else NO_UPDATE
 
 
 def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
-    """Make the parts of a run and try them, but change nothing."""
+    """Make the parts of a run and try them, but change nothing. Raises what a run would raise."""
     config = parts.config
     say = parts.console.say
+
+    # Prompts and rewards.
     loaded = parts.load()
     num_prompts = sum(len(prompts) for prompts in loaded.training.values())
     say(f"{num_prompts} prompts to train on, {len(loaded.held_out)} held out")
     replay = parts.replay()
-    firsts = [prompts[0] for prompts in loaded.training.values()]
-    failed = [prompt.id for prompt in firsts if run_there(_try_rewards(parts, prompt))]
+    first_prompts = [prompts[0] for prompts in loaded.training.values()]
+    failed = [prompt.id for prompt in first_prompts if run_there(_try_rewards(parts, prompt))]
+
+    # The servers, or what stands in for them.
     up: Sequence[str] = ()
     if replay is not None:
-        run_there(replay.batch(config.trainer.steps))  # the last: it says which are there
+        # The last batch is there only if all are; the error names those that are there.
+        run_there(replay.batch(config.trainer.steps))
     else:
         up = run_there(parts.servers.up(say))
-    if replay is None and not (up or config.names_servers):
-        from hocket.server.vllm_arguments import cpu_kv_cache, engine_arguments, is_cpu_build
-
-        if is_cpu_build():
-            cpu_kv_cache(config)
-        if config.server.engine:
-            with suppress(ImportError):  # vLLM is not on this machine
-                engine_arguments(config)
+        if not up and not config.names_servers:
+            _check_server_settings(config)
     if up and config.launch.share_gpu:
-        raise ConfigError(
-            "the server holds the GPU of launch.share_gpu: stop it for a dry run, which needs it"
-        )
+        fact = "the server holds the GPU of launch.share_gpu"
+        raise ConfigError(f"{fact}: stop it for a dry run, which needs it")
+
+    # The trainer, and whether the servers fit it.
     trainer = parts.trainer(loaded.needed, saved)
     if saved:
         loaded.stream.restore(saved.parts["prompts"])
     check_server = parts.server_check(loaded.needed, trainer)
-    run_there(_try_servers(parts, up, firsts[0], check_server))
+    run_there(_try_servers(parts, up, first_prompts[0], check_server))
+
     if failed:
-        advice = f"mend the reward, or try a completion as you expect it: {program()} reward-test --samples FILE CONFIG"
-        raise RewardError(f"the answer of {failed[0]} has no score, as said above; {advice}")
-    say(
-        "nothing stands in the way of a run"
-        + ("" if up or replay else ", as far as is seen without a server")
-    )
+        fact = f"the answer of {failed[0]} has no score, as said above"
+        command = f"{program()} reward-test --samples FILE CONFIG"
+        advice = f"mend the reward, or try a completion as you expect it: {command}"
+        raise RewardError(f"{fact}; {advice}")
+    limit = "" if up or replay else ", as far as is seen without a server"
+    say(f"nothing stands in the way of a run{limit}")
+
+
+def _check_server_settings(config: Config) -> None:
+    """Raise ConfigError for settings with which no server would start here."""
+    from hocket.server.vllm_arguments import cpu_kv_cache, engine_arguments, is_cpu_build
+
+    if is_cpu_build():
+        cpu_kv_cache(config)
+    if config.server.engine:
+        with suppress(ImportError):  # vLLM need not be on the trainer's machine
+            engine_arguments(config)
 
 
 async def _try_rewards(parts: Parts, prompt: Prompt) -> bool:
-    """Score a prompt's reference answer, twice, as some rewards compare; say and return whether one has no score."""
+    """Score a prompt's reference answer and print the score; return True if it has none."""
     say = parts.console.say
     answer = Transcript(prompt.token_ids, prompt.opening, prompt.images)
     answer.text = prompt.answer or ""
+    # After an opening of <think>, an answer without a thought would be taken for the thought.
     if prompt.opening.strip() == "<think>":
         answer.text = f"a thought\n</think>\n\n{answer.text}"
-    here, others = parts.rewards_here(prompt.source)
-    if others:
-        say(f"not tried, as an async reward may ask a service: {', '.join(others)}")
-    if not here:
+    local, remote = parts.rewards_here(prompt.source)
+    if remote:
+        say(f"not tried, as an async reward may ask a service: {', '.join(remote)}")
+    if not local:
         return False
     rollout = Rollout(id="check", prompt=prompt, sequences=(answer.sequence(),), reward=0.0)
-    score, _ = await RewardScorer(parts.calls[prompt.source], here).score_group([rollout] * 2)
-    scored = f"the {'reference' if prompt.answer else 'empty'} answer of {prompt.id}"
-    gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
-    say(f"{scored}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
+    scorer = RewardScorer(parts.calls[prompt.source], local)
+    # The group has two rollouts, as some rewards compare the rollouts of a group.
+    score, _ = await scorer.score_group([rollout] * 2)
+    kind = "reference" if prompt.answer else "empty"
+    result = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
+    text = SHORT.repr(answer.text)
+    subject = f"the {kind} answer of {prompt.id}"
+    say(f"{subject}, scored as if the model had written it, {result}: {text}")
     return score.error is not None
 
 
@@ -177,11 +216,13 @@ async def _try_servers(
     """Compare servers with this run, and have each sample a token."""
     config = parts.config
     sampling = SamplingParams(max_tokens=1, seed=1)
-    asked = prompt_input(prompt.token_ids, prompt.images)
     toolboxes = [source.example.toolbox for source in parts.sources.values()]
     request = GenerateRequest(
-        prompts=[asked], sampling=sampling, tools=next(filter(None, toolboxes), None)
+        prompts=[prompt_input(prompt.token_ids, prompt.images)],
+        sampling=sampling,
+        tools=next(filter(None, toolboxes), None),
     )
+    # The tools show whether the server can find tool calls in the model's text.
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
             check_server(await server.health())
@@ -190,10 +231,13 @@ async def _try_servers(
 
 
 async def _train(run: "Run") -> dict[str, Any]:
+    """Run the loop, release the servers, and return the run's summary."""
     async with run.servers:
         try:
             summary = await run.train()
-            if (step := run.folder.last_step) > run.checkpoints.last:  # on_step has ended it
+            step = run.folder.last_step
+            # Where on_step has ended the run, its last step may have no checkpoint yet.
+            if step > run.checkpoints.last:
                 async with run.publisher.training(publishes=False):
                     await tasks.run_in_thread(run.checkpoints.copy, step, last=True)
                 run.checkpoints.complete(step, run.folder.history[-1])
@@ -207,30 +251,32 @@ async def _train(run: "Run") -> dict[str, Any]:
 def _run(
     parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_there: RunThere
 ) -> "Run":
-    """Bring the parts together; first those whose faults show without server and trainer."""
+    """Make the run from its parts; first those whose faults show without server and trainer."""
     config = parts.config
-    console = parts.console
     loaded = parts.load()
     replay = parts.replay()
-    folder = parts.stack.enter_context(RunFolder(config, console.say))
-    for change in folder.changed_plugins:
-        console.say(change)
+    folder = _run_folder(parts)
 
+    # The slow parts. The publisher sends nothing yet.
     trainer, servers = _trainer_and_servers(parts, loaded, saved, serve, run_there)
     publisher = parts.publisher(trainer, servers, parts.server_check(loaded.needed, trainer))
     from hocket.algorithm.samples import KlController
     from hocket.loop import Run
 
+    # A checkpoint keeps the state of these beside the trainer's.
     kl = KlController(config.algorithm)
-    keeper = _checkpoints(
-        parts,
-        saved,
-        trainer,
-        {"prompts": loaded.stream, "kl": kl, "sync": publisher.versions, "recorder": folder},
-    )
+    states: dict[str, checkpoints.Resumable] = {
+        "prompts": loaded.stream,
+        "kl": kl,
+        "sync": publisher.versions,
+        "recorder": folder,
+    }
+    keeper = _checkpoints(parts, saved, trainer, states)
+    # The ledger of a new run begins with its prompts; a run that resumes goes on with its ledger.
     if not (saved or replay):
-        folder.ledger(0, [*loaded.stream.sizes(), *loaded.stream.entries()])
+        folder.ledger(0, itertools.chain(loaded.stream.sizes(), loaded.stream.entries()))
 
+    # The parts that watch the run, or end it.
     joined = Joined(
         config=config,
         folder=folder,
@@ -239,9 +285,12 @@ def _run(
         publisher=publisher,
         prompts=next(iter(loaded.training.values())),
         checkpoints=keeper,
-        console=console,
+        console=parts.console,
     )
+    # on_step comes last: it gets the metrics of all other parts.
     run_parts = parts.join(joined, [] if on_step is None else [OnStepPart(on_step)])
+
+    # The loop. A replay has the batches of an earlier run; nothing is played or evaluated then.
     plays = parts.plays(servers, parts.longest_episode(trainer))
     return Run(
         config=config,
@@ -256,10 +305,18 @@ def _run(
         publisher=publisher,
         kl=kl,
         folder=folder,
-        console=console,
+        console=parts.console,
         parts=run_parts,
         checkpoints=keeper,
     )
+
+
+def _run_folder(parts: Parts) -> RunFolder:
+    """Open the folder of the run, and print which plugins have changed since the run began."""
+    folder = parts.stack.enter_context(RunFolder(parts.config, parts.console.say))
+    for change in folder.changed_plugins:
+        parts.console.say(change)
+    return folder
 
 
 def _trainer_and_servers(
@@ -269,35 +326,42 @@ def _trainer_and_servers(
     config = parts.config
     console = parts.console
     is_replay = config.pipeline.replay is not None
-    # A server that shares this GPU allocates its memory before the trainer does.
-    waiting: Callable[..., None] = console.doing
+    # The server comes first: if it shares this GPU, it allocates its memory before the trainer.
+    on_wait: Callable[..., None] = console.doing
     if serve and not is_replay and not run_there(parts.servers.answer()):
-        waiting = parts.own_server([f"{config.run_dir}/config.yaml"])
-    run_there(parts.servers.clear_gpu(on_wait=waiting, say=console.say))
-    # This may fail: it comes before records behind the checkpoint are cut off.
+        on_wait = parts.own_server([f"{config.run_dir}/config.yaml"])
+    run_there(parts.servers.clear_gpu(on_wait=on_wait, say=console.say))
+    # The trainer may fail: it comes before `_checkpoints` cuts records behind the checkpoint off.
     trainer = parts.trainer(loaded.needed, saved)
     if is_replay:
         return trainer, ServerPool(())
-    return trainer, parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
+    servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=on_wait, say=console.say)
+    return trainer, servers
 
 
 def _checkpoints(
-    parts: Parts, saved: Saved | None, trainer: "Trainer", kept: Mapping[str, checkpoints.Resumable]
+    parts: Parts,
+    saved: Saved | None,
+    trainer: "Trainer",
+    states: Mapping[str, checkpoints.Resumable],
 ) -> Checkpoints:
-    """Restore what a checkpoint kept beside the trainer's state, and make what writes the next."""
+    """Restore these states from a checkpoint, if there is one, and make the writer of the next."""
     last = 0
     if saved:
-        saved.restore(kept)
+        saved.restore(states)
         last = saved.step
-    return parts.stack.enter_context(Checkpoints(parts.config, trainer.state, kept, last=last))
+    return parts.stack.enter_context(Checkpoints(parts.config, trainer.state, states, last=last))
 
 
 def _shape(config: Config) -> "Callable[[Group], ScoredGroup]":
-    """Make what shapes a group's rewards for training, by the settings of the group's source."""
+    """Make the function that turns a group's rewards into advantages and samples to train on.
+
+    It shapes each group by the settings of the group's source.
+    """
     from hocket.algorithm.samples import shape
 
     sources = config.sources
-    default = config.default_source  # a replay may be of other sources
+    default = config.default_source  # a replay's groups may name sources of another config
 
     def shaped(group: Group) -> "ScoredGroup":
         source = sources.get(group.source, default)
@@ -308,7 +372,13 @@ def _shape(config: Config) -> "Callable[[Group], ScoredGroup]":
 
 
 class OnStepPart(RunPart):
-    """Calls `on_step` of the Python interface with each step; the run ends where that returns True."""
+    """Calls `on_step` of the Python interface with each step, and ends the run if it returns True.
+
+    Example: end a run as soon as its loss is no number.
+
+        part = OnStepPart(lambda step, metrics: metrics["train/loss"] != metrics["train/loss"])
+        is_last_step = part.ends(1, {"train/loss": float("nan")})
+    """
 
     def __init__(self, on_step: Callable[[int, dict[str, float]], object]) -> None:
         self._on_step = on_step
@@ -319,33 +389,25 @@ class OnStepPart(RunPart):
 
 
 def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
-    """Return the eval/* metrics of the servers that settings name, or of their model."""
+    """Evaluate the weights of the servers that settings name, or else of model.path.
+
+    Returns the metrics eval/*. Raises ConfigError where there is nothing to evaluate.
+    """
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     with ExitStack() as stack:
         if kind_of(Path(config.model.path)) == "checkpoint":
-            if config.names_servers:
-                raise ConfigError(
-                    "a checkpoint needs a server of its own: leave server.urls and server.discover out"
-                )
-            saved = Path(config.model.path)
-            model = Path(stack.enter_context(TemporaryDirectory(prefix="hocket-")), saved.name)
-            from hocket.trainer.state import export  # which needs torch
-
-            export(saved, model, base=None)
-            port = free_port(config.server.host, 0)  # a server at server.port has another model
-            config, arguments = read_settings(
-                [*arguments, f"model.path={model}", f"server.port={port}"]
-            )
+            config, arguments = _exported(config, arguments, stack)
+        # Standard output is for the metrics: the console prints to standard error.
         console = stack.enter_context(Console(0, stderr=True))
-        made = Parts.make(config, console, lambda source: [source.eval_reward], trains=False)
-        parts = stack.enter_context(made)
+        parts = Parts.make(config, console, lambda source: [source.eval_reward], trains=False)
+        stack.enter_context(parts)
         held_out = parts.held_out().prompts
         if not held_out:
             raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")
 
         async def run() -> dict[str, float]:
-            await parts.set_up()  # before a server is started
+            await parts.set_up()  # a reward that can't be set up fails before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {len(held_out)} prompts")
                 evaluation = parts.evaluation(held_out, parts.plays(servers, parts.longest))
@@ -355,6 +417,26 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             return metrics
 
         return tasks.run(run())
+
+
+def _exported(
+    config: Config, arguments: Sequence[str], stack: ExitStack
+) -> tuple[Config, Sequence[str]]:
+    """Export the checkpoint that model.path names to a folder that is deleted with the stack.
+
+    Returns the config and the arguments of a server that loads this folder.
+    """
+    if config.names_servers:
+        fact = "a checkpoint needs a server of its own"
+        raise ConfigError(f"{fact}: leave server.urls and server.discover out")
+    saved = Path(config.model.path)
+    model = Path(stack.enter_context(TemporaryDirectory(prefix="hocket-")), saved.name)
+    from hocket.trainer.state import export  # imports torch
+
+    export(saved, model, base=None)
+    port = free_port(config.server.host, 0)  # a server at server.port has another model
+    settings = [f"model.path={model}", f"server.port={port}"]
+    return read_settings(list(arguments) + settings)
 
 
 def roll_out(arguments: Sequence[str]) -> None:
@@ -370,13 +452,12 @@ def roll_out(arguments: Sequence[str]) -> None:
         stream = parts.load(compare=False).stream
 
         async def run() -> None:
-            await parts.set_up()  # before a server is started
+            await parts.set_up()  # a reward that can't be set up fails before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 play = parts.play(parts.plays(servers, parts.longest))
                 scorer = parts.scorer()
-                async with parts.pipeline(
-                    lambda plan: collect(plan, stream.take, play, scorer)
-                ) as batches:
+                pipeline = parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer))
+                async with pipeline as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)
                         folder.rollouts(f"step_{step:06d}", batch.groups)
@@ -386,82 +467,102 @@ def roll_out(arguments: Sequence[str]) -> None:
 
         with RunFolder(config, console.say) as folder:
             tasks.run(run())
-    print(
-        f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}"
-    )
+    advice = f"train on them without a server: pipeline.replay={config.run_dir}"
+    print(f"rollouts: {config.run_dir}/rollouts; {advice}")
 
 
 def score_samples(config: Config, file: Path, against: str | None) -> int:
-    """Print the rewards of a file's completions, and what a call takes; return 1 where one has no score.
+    """Print the rewards of a file's completions, and how long their calls take.
 
-    Groups are those of a run, or rows of one prompt and answer. `against`: a reward to compare their total with.
+    Rollouts of a run keep their groups; other rows with the same prompt and answer are a group.
+    `against` names a reward to compare their total with.
+
+    Returns the exit status: 1 where a completion has no score, or there is none.
     """
     if not file.is_file():
-        raise ConfigError(
-            f"--samples {file} is not a file: give rows in .jsonl, or a run's rollouts/step_N.jsonl"
-        )
+        advice = "give rows in .jsonl, or a run's rollouts/step_N.jsonl"
+        raise ConfigError(f"--samples {file} is not a file: {advice}")
     load_plugins(config.plugins)
     rewards = config.sole_rewards
-    functions = rewards.functions
+    groups = _read_groups(config, file)
+
+    # Score with the run's rewards and, to compare, once more with `against` alone.
+    names = list(rewards.functions)
+    if against:
+        names.append(against)
+    comparison = None
+    with RewardCalls(rewards, names) as calls:
+        scorer = RewardScorer(calls, rewards.functions)
+        scores_by_group = tasks.run(_score_groups(config, groups, scorer))
+        if against:
+            # A reward that a run only measures has no weight, and so its total would be 0.
+            calls.specs[against] = calls.specs[against].model_copy(update={"weight": 1.0})
+            scorer = RewardScorer(calls, [against])
+            others_by_group = tasks.run(_score_groups(config, groups, scorer))
+            pairs_by_group = []
+            for scores, others in zip(scores_by_group, others_by_group, strict=True):
+                pairs_by_group.append(list(zip(scores, others, strict=True)))
+            comparison = f"against {against}: {agreement(pairs_by_group)}"
+
+    # Print a line for each completion, then a line for each reward's calls, then the sums.
+    num_scores = 0
+    num_failed = 0
+    for group, scores in zip(groups, scores_by_group, strict=True):
+        for rollout, score in zip(group, scores, strict=True):
+            _print_score(rollout, score)
+            num_scores += 1
+            num_failed += score.error is not None
+    for name, seconds in calls.seconds.items():
+        times = "none"
+        if seconds:
+            slowest = f"slowest {1000 * max(seconds):.3g} ms"
+            times = f"median {1000 * median(seconds):.3g} ms, {slowest}"
+        print(f"calls of {name}: {times} (the first of a process loads it)")
+    if comparison is not None:
+        print(comparison)
+    print(f"{num_scores} samples in {len(groups)} groups, {num_failed} without a score")
+    return int(num_failed > 0 or num_scores == 0)
+
+
+def _read_groups(config: Config, file: Path) -> list[list[Rollout]]:
+    """Read a file's samples as rollouts, by group. Raises DataError for a damaged row."""
     groups: dict[str, list[Rollout]] = {}
-    for place, row in read_rows(
-        config.data.model_copy(update={"source": str(file), "limit": None})
-    ):
+    data = config.data.model_copy(update={"source": str(file), "limit": None})
+    for place, row in read_rows(data):
         try:
             columns = columns_of(row, ())
-            if {"group_id", "prompt_id", "parts"} <= columns.keys():  # of a run
-                rollout = rollout_of(
-                    without_format(columns, file), place, file.absolute().parents[1]
-                )
+            if {"group_id", "prompt_id", "parts"} <= columns.keys():  # a row that a run has written
+                folder = file.absolute().parents[1]
+                rollout = rollout_of(without_format(columns, file), place, folder)
                 group = columns["group_id"]
             else:
-                rollout = rollout_of({**sample_of(columns, config.data), "id": place})
+                rollout = rollout_of(sample_of(columns, config.data) | {"id": place})
                 prompt = rollout.prompt
                 group = repr((prompt.text, prompt.messages, prompt.answer, hash(prompt.images)))
         except DAMAGED as error:
             raise DataError(f"{place} is no sample: {error}") from error
         groups.setdefault(group, []).append(rollout)
+    return list(groups.values())
 
-    async def score(scorer: RewardScorer) -> list[Score]:
-        as_in_a_step = asyncio.Semaphore(config.rollout.prompts_per_step)
 
-        async def score_group(group: Sequence[Rollout]) -> Sequence[Score]:
-            async with as_in_a_step:
-                return await scorer.score_group(group)
+async def _score_groups(
+    config: Config, groups: Sequence[Sequence[Rollout]], scorer: RewardScorer
+) -> list[Sequence[Score]]:
+    """Score groups, as many at a time as a step of training has."""
+    free_slots = asyncio.Semaphore(config.rollout.prompts_per_step)
 
-        return list(itertools.chain(*await asyncio.gather(*map(score_group, groups.values()))))
+    async def score_group(group: Sequence[Rollout]) -> Sequence[Score]:
+        async with free_slots:
+            return await scorer.score_group(group)
 
-    compared = []
-    with RewardCalls(rewards, filter(None, (*functions, against))) as calls:
-        scores = tasks.run(score(RewardScorer(calls, functions)))
-        if against:
-            calls.specs[against] = calls.specs[against].model_copy(
-                update={"weight": 1.0}
-            )  # a run may only measure it
-            both = zip(scores, tasks.run(score(RewardScorer(calls, [against]))), strict=True)
-            grouped = [[*itertools.islice(both, len(group))] for group in groups.values()]
-            compared = [f"against {against}: {agreement(grouped)}"]
-    for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
-        parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
-        print(
-            rollout.id,
-            f"{one.total:.4g}" if one.error is None else f"error: {one.error}",
-            parts,
-            sep="  ",
-        )
-        for line in one.note.splitlines():
-            print("   ", "".join(filter(str.isprintable, line)))  # it may be what a program wrote
-    for name, seconds in calls.seconds.items():
-        took = (
-            f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms"
-            if seconds
-            else "none"
-        )
-        print(f"calls of {name}: {took} (the first of a process loads it)")
-    failed = sum(one.error is not None for one in scores)
-    print(
-        *compared,
-        f"{len(scores)} samples in {len(groups)} groups, {failed} without a score",
-        sep="\n",
-    )
-    return int(failed > 0 or not scores)
+    return await asyncio.gather(*map(score_group, groups))
+
+
+def _print_score(rollout: Rollout, score: Score) -> None:
+    """Print a rollout's total, its parts, and the note of its rewards."""
+    total = f"{score.total:.4g}" if score.error is None else f"error: {score.error}"
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in score.parts.items())
+    print(rollout.id, total, parts, sep="  ")
+    for line in score.note.splitlines():
+        # A program that was tested may have written it, with control characters of a terminal.
+        print("   ", "".join(filter(str.isprintable, line)))

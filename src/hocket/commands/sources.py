@@ -1,7 +1,8 @@
 """The sources of a run's prompts: each has its own rows, players and rewards.
 
-A run without data.sources has one, of name "". A prompt names its source, `Prompt.source`: what
-plays, scores or trains on it looks the source up by that.
+A run without data.sources has a single source, named "". `Prompt.source` names the source of a
+prompt: by this name the code looks up who plays a prompt, who scores it, and with which settings a
+step trains on it.
 """
 
 import dataclasses
@@ -26,19 +27,21 @@ from hocket.rollout.episode import Limits
 from hocket.rollout.players import player
 from hocket.types import Message, Prompt, Rollout, Score
 
-ANSWERED = "0123456789"  # what a made-up message says
-
-
+PROBE = "0123456789"  # text of a made-up message, which a chat template must show
 RewardNames = Callable[[SourceSettings], Iterable[str]]
-"""Lists the rewards of a source that a command calls."""
+"""A function that lists the rewards of a source that a command calls."""
 
 
 def reward_calls(stack: ExitStack, config: Config, names: RewardNames) -> dict[str, RewardCalls]:
-    """Make the callers of the rewards that `names` lists for each source; sources with equal ones share a caller."""
-    by_rewards = dict[str, RewardCalls]()
+    """Make the callers of the rewards that `names` lists for each source.
+
+    Sources with equal rewards share a caller, and so its worker processes. The callers are closed
+    with the stack. Returns them by the name of the source.
+    """
+    by_rewards = dict[str, RewardCalls]()  # the settings of the rewards, as text -> their caller
     by_source = dict[str, RewardCalls]()
     for name, source in config.sources.items():
-        # eval.reward may be one of the run's that the source does not train on
+        # eval.reward may be a reward of the run that this source does not train on.
         functions = config.rewards.functions | source.rewards.functions
         rewards = source.rewards.model_copy(update={"functions": functions})
         called = tuple(names(source))
@@ -50,22 +53,34 @@ def reward_calls(stack: ExitStack, config: Config, names: RewardNames) -> dict[s
 
 
 def _refuse_unanswered(data: DataConfig, rewards: Iterable[str]) -> None:
+    """Raise ConfigError where a reward takes the answer, but the rows have none."""
     for name in rewards:
         if data.answer_column is None and REWARDS.get(name).needs_answer:
-            advice = "name the column of the answers, or, in a reward of yours, give the argument a default"
-            raise ConfigError(
-                f"reward {name} takes the answer, but {data.section}.answer_column=null: {advice}"
+            fact = f"reward {name} takes the answer, but {data.section}.answer_column=null"
+            advice = (
+                "name the column of the answers, or, in a reward of yours, give the argument a "
+                "default"
             )
+            raise ConfigError(f"{fact}: {advice}")
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutPrompts:
-    prompts: Sequence[Prompt]  # to evaluate, maybe none
-    keys: Collection[str]  # also of those beyond eval.num_prompts
+    """Prompts that are not trained on."""
+
+    prompts: Sequence[Prompt]  # the prompts to evaluate, maybe none
+    keys: Collection[str]  # the keys of all held-out prompts, also of those beyond eval.num_prompts
 
 
 class PromptSource:
-    """Makes a source's prompts, their stream and their player; nothing changes it."""
+    """Makes a source's prompts, their stream and their player. It has no state that changes.
+
+    Example: load the training prompts of a run with a single source.
+
+        source = PromptSource(config.default_source, config, tokenizer, longest, console)
+        prompts, needed = source.training()
+        stream = source.stream(prompts, share=1.0)
+    """
 
     def __init__(
         self,
@@ -75,18 +90,34 @@ class PromptSource:
         longest: tuple[int, str],
         console: Console,
     ) -> None:
+        """Make the source of these settings.
+
+        Args:
+            settings: The settings of the source.
+            config: The settings of the run.
+            tokenizer: The tokenizer of the model.
+            longest: The number of tokens that a sequence may have, and the setting that limits it.
+            console: Prints what is odd about the prompts.
+
+        Raises:
+            ConfigError: The reward env is named, but the environment gives none.
+        """
         self.settings = settings
-        self._config = config  # of the run
+        self._config = config
         self._tokenizer = tokenizer
-        self._longest, self._limit = longest  # tokens of a sequence, and what allows no more
+        self._longest, self._limit = longest
         self._console = console
         env = settings.env
         self._environment = environments.bind(env.name, env.model_extra)
-        self.example = self._environment()  # has what all of them have
-        is_replay = config.pipeline.replay is not None  # which has the scores
-        if "env" in settings.reward_names and not type(self.example).gives_reward and not is_replay:
-            advice = "name another reward in rewards.functions and eval.reward, or an environment that gives one"
+        self.example = self._environment()  # an environment with the attributes that all have
+        has_scores = config.pipeline.replay is not None  # a replay has the scores of its rollouts
+        gives_reward = type(self.example).gives_reward
+        if "env" in settings.reward_names and not gives_reward and not has_scores:
             fact = f"the reward env has no value, as env.name={env.name} gives none"
+            advice = (
+                "name another reward in rewards.functions and eval.reward, or an environment that "
+                "gives one"
+            )
             raise ConfigError(f"{fact}: {advice}")
 
     @property
@@ -94,7 +125,10 @@ class PromptSource:
         return self.example.toolbox.tools if self.example.toolbox else ()
 
     def training(self) -> tuple[Prompts, int]:
-        """Load the training prompts, and count the tokens of the longest one with a completion."""
+        """Load the training prompts, and count the tokens of the longest one with a completion.
+
+        Raises ConfigError where the rewards lack an answer, or no prompt fits the model.
+        """
         settings = self.settings
         _refuse_unanswered(settings.data, settings.rewards.functions)
         answer = settings.max_tokens
@@ -102,46 +136,47 @@ class PromptSource:
         return prompts, length + self.example.thinking_tokens + answer
 
     def _check_turns(self, data: DataConfig) -> None:
-        """Check that the chat template shows the model's next turn what it said before, and what it was answered.
+        """Check that the chat template shows a next turn the earlier ones, and the answers to them.
 
-        Raise DataError where the results of tools can't be shown. Other environments may answer with text, which needs
-        no template: where messages can't be shown, say so.
+        Raises DataError where it can't show the results of tools. Another environment may answer
+        with text, which needs no template: there a line is printed if it can't show messages.
         """
+        # Only episodes of several turns show the model what came before.
         env = self.settings.env
         if env.max_turns == 1 or isinstance(self.example, environments.SingleTurn):
             return
         if self._tools:
-            said: Message = {
-                "role": "tool",
-                "name": self._tools[0]["function"]["name"],
-                "content": ANSWERED,
-            }
-            problem = self._unanswerable(data, said)
+            tool_name = self._tools[0]["function"]["name"]
+            problem = self._problem(data, {"role": "tool", "name": tool_name, "content": PROBE})
             if problem:
-                advice = "take a model whose template renders tools' results behind an answer, or set env.max_turns=1"
+                advice = (
+                    "take a model whose template renders tools' results behind an answer, or set "
+                    "env.max_turns=1"
+                )
                 raise DataError(f"no turn can follow a tool's result: {problem}; {advice}")
         elif data.chat_template:
-            problem = self._unanswerable(data, {"role": "user", "content": ANSWERED})
+            problem = self._problem(data, {"role": "user", "content": PROBE})
             if problem:
                 fact = f"no turn can follow a message of env.name={env.name}: {problem}"
-                advice = "take a model whose template does, have the environment answer with text, or set env.max_turns=1"
+                advice = (
+                    "take a model whose template does, have the environment answer with text, or "
+                    "set env.max_turns=1"
+                )
                 self._console.say(f"{data.section}: {fact}; {advice}")
 
-    def _unanswerable(self, data: DataConfig, answer: Message) -> str:
-        """Return why an answer to the model's turn can't be shown to it; "" if it can."""
+    def _problem(self, data: DataConfig, answer: Message) -> str:
+        """Describe why the chat template can't show this answer to the model; "" if it can."""
         renderer = renderer_of(data, self._tokenizer, self._tools)
         try:
-            shown = renderer.decode(renderer.following([answer], ended=None))
+            text = renderer.decode(renderer.following([answer], ended=None))
         except ValueError as error:
             return str(error)
-        return (
-            ""
-            if ANSWERED in shown
-            else f"the chat template leaves out messages of the role {answer['role']}"
-        )
+        if PROBE in text:
+            return ""
+        return f"the chat template leaves out messages of the role {answer['role']}"
 
     def held_out(self) -> HeldOutPrompts:
-        """Load the prompts of the evaluation."""
+        """Load the prompts of the evaluation. Raises as `training`."""
         data = self.settings.held_out
         if data is None:
             return HeldOutPrompts((), ())
@@ -152,44 +187,57 @@ class PromptSource:
         return HeldOutPrompts(prompts[: evaluation.num_prompts], prompts.keys())
 
     def _fitting(
-        self, what: str, data: DataConfig, setting: str, answer: int
+        self, label: str, data: DataConfig, setting: str, answer: int
     ) -> tuple[Prompts, int]:
-        """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
+        """Load the prompts that leave room for an answer; print how many do not.
+
+        Args:
+            label: The first word of the line that is printed.
+            data: The rows.
+            setting: The setting that gives the length of an answer.
+            answer: The tokens that an answer may have, after those of thinking.
+
+        Returns:
+            The prompts, and the tokens of the longest one.
+        """
         self._check_turns(data)
-        thought = self.example.thinking_tokens  # before an answer
+        # A sequence is a prompt, the thinking of the environment's budget, and an answer.
+        thinking = self.example.thinking_tokens
         limit = self._limit
-        room = self._longest - thought - answer
+        room = self._longest - thinking - answer
         if room < 1:
-            before = f", behind env.thinking_tokens={thought}," if thought else ""
-            raise ConfigError(
-                f"{setting}={answer}{before} leaves no prompt room in {limit}: lower it, or raise that"
-            )
-        most = min(room, data.max_prompt_tokens or room)
+            before = f", behind env.thinking_tokens={thinking}," if thinking else ""
+            fact = f"{setting}={answer}{before} leaves no prompt room in {limit}"
+            raise ConfigError(f"{fact}: lower it, or raise that")
+
+        max_tokens = min(room, data.max_prompt_tokens or room)
         prompts, lengths = load_prompts(
             data,
             self._tokenizer,
-            max_prompt_tokens=most,
+            max_prompt_tokens=max_tokens,
             tools=self._tools,
             source=self.settings.name,
         )
-        if len(prompts) < len(lengths):
-            fits = self._longest - thought - max(lengths)
-            if most < room:
-                advice = f"{data.section}.max_prompt_tokens={most} leaves them out"
-            elif fits > 0:
-                advice = f"{setting}={fits} has room for all in {limit}"
+        num_dropped = len(lengths) - len(prompts)
+        # Name the setting that dropped prompts, and the value with which all would fit.
+        if num_dropped > 0:
+            longest = max(lengths)
+            answer_that_fits = self._longest - thinking - longest
+            if max_tokens < room:
+                advice = f"{data.section}.max_prompt_tokens={max_tokens} leaves them out"
+            elif answer_that_fits > 0:
+                advice = f"{setting}={answer_that_fits} has room for all in {limit}"
             else:
                 advice = f"{limit} is too short for it"
-            too_long = f"with more than {most} tokens; the longest has {max(lengths)}: {advice}"
+            too_long = f"with more than {max_tokens} tokens; the longest has {longest}: {advice}"
             if not prompts:
-                raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
-            self._console.say(
-                f"{what}: dropped {len(lengths) - len(prompts)} prompts of {data.source} {too_long}"
-            )
-        return prompts, max(length for length in lengths if length <= most)
+                raise ConfigError(f"{label}: {data.source} has only prompts {too_long}")
+            dropped = f"dropped {num_dropped} prompts of {data.source}"
+            self._console.say(f"{label}: {dropped} {too_long}")
+        return prompts, max(length for length in lengths if length <= max_tokens)
 
     def stream(self, prompts: Prompts, share: float) -> PromptStream:
-        """Return a stream that has this share of the draws."""
+        """Make a stream of these prompts, which has this share of the run's draws."""
         curriculum = self.settings.curriculum
         return PromptStream(
             prompts,
@@ -200,15 +248,13 @@ class PromptSource:
         )
 
     def play(self, servers: ServerPool, longest: int) -> Play:
-        """Make the player of its episodes, which end at `longest` tokens."""
+        """Make the player of the source's episodes, which end at `longest` tokens."""
         env = self.settings.env
+        history = None  # the history is kept; an episode that outgrows the model ends
+        if env.history != "keep":
+            history = environments.HISTORIES.get(env.history, "env.history: ")
         limits = Limits(
-            max_turns=env.max_turns,
-            max_length=longest,
-            timeout_s=env.timeout_s,
-            history=None
-            if env.history == "keep"
-            else environments.HISTORIES.get(env.history, "env.history: "),
+            max_turns=env.max_turns, max_length=longest, timeout_s=env.timeout_s, history=history
         )
         ask = Batcher(servers, tools=self.example.toolbox).ask
         renderer = renderer_of(self.settings.data, self._tokenizer, self._tools)
@@ -216,7 +262,7 @@ class PromptSource:
 
 
 class EachScorer(RewardScorer):
-    """Scores a rollout by the rewards of its source."""
+    """Scores a rollout by the rewards of its source, in a run with several sources."""
 
     def __init__(self, scorers: Mapping[str, RewardScorer]) -> None:
         self._scorers = scorers  # by source
@@ -229,5 +275,5 @@ class EachScorer(RewardScorer):
         rollouts: Sequence[Rollout],
         values: Sequence[Mapping[str, Score]],
     ) -> tuple[Score, ...]:
-        source = rollouts[0].prompt.source  # a group is of one prompt
+        source = rollouts[0].prompt.source  # all rollouts of a group have the same prompt
         return await self._scorers[source].settle(rollouts, values)

@@ -1,4 +1,8 @@
-"""The sections of what is asked, and how it is played and judged: data, curriculum, env, rewards, eval."""
+"""The sections of the task: prompts, curriculum, environment, rewards and evaluation.
+
+A run may mix several sources. Each overrides some of these sections (`SourceConfig`), and
+`Config.sources` puts together what then holds for it (`SourceSettings`).
+"""
 
 import dataclasses
 import re
@@ -11,30 +15,40 @@ from pydantic import Field
 from hocket.common.registry import refuse_owned
 from hocket.config.sections import Chosen, Names, Range, Section, or_name
 
-_or_source = pydantic.BeforeValidator(
-    lambda value: {"source": value} if isinstance(value, str) else value
+
+def _as_source(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
+_or_source = pydantic.BeforeValidator(_as_source)
+"""Lets a user write SOURCE for {source: SOURCE}."""
+
+TEMPLATE_ARGUMENTS = (
+    "messages",
+    "conversation",
+    "tools",
+    "add_generation_prompt",
+    "tokenize",
+    "chat_template",
 )
+"""Arguments of `apply_chat_template` that hocket sets itself."""
 
 
-def _not_own(template: bool | dict[str, Any]) -> bool | dict[str, Any]:
-    own = (
-        "messages",
-        "conversation",
-        "tools",
-        "add_generation_prompt",
-        "tokenize",
-        "chat_template",
-    )
+def _check_template(template: bool | dict[str, Any]) -> bool | dict[str, Any]:
+    """Refuse options of a chat template that hocket sets itself; take {} for true."""
     options = template if isinstance(template, dict) else {}
-    refuse_owned("", options, dict.fromkeys(own, ""), options, "")
+    refuse_owned("", options, dict.fromkeys(TEMPLATE_ARGUMENTS, ""), options, "")
     return template if template != {} else True
 
 
 class DataConfig(Section):
-    section: ClassVar[str] = "data"
-    otherwise: ClassVar[str] = ""  # other advice, where its rows are of no use
+    """Section data: the rows, and how a prompt is made of each."""
+
+    section: ClassVar[str] = "data"  # the section's name in errors
+    otherwise: ClassVar[str] = ""  # the end of an error's advice where rows are of no use
     source: str = "task:sort"
-    """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME, gym:NAME, verifiers:NAME (hubs.md)."""
+    """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME, gym:NAME, verifiers:NAME
+    (hubs.md)."""
     options: dict[str, Any] = Field({})
     """Options of gym:NAME or verifiers:NAME, such as its difficulty: {min_digits: 2}."""
     split: str = "train"
@@ -49,8 +63,9 @@ class DataConfig(Section):
     """Column of the demonstration, for sft."""
     system_prompt: str | None = None
     """System message before every prompt and conversation that has none."""
-    chat_template: Annotated[bool | dict[str, Any], pydantic.AfterValidator(_not_own)] = True
-    """Text prompts become a user message in the chat template, of options such as {enable_thinking: false}."""
+    chat_template: Annotated[bool | dict[str, Any], pydantic.AfterValidator(_check_template)] = True
+    """Text prompts become a user message in the chat template, of options such as
+    {enable_thinking: false}."""
     renderer: Chosen | None = None
     """What makes tokens of rows and messages. Default: by the model; or your own."""
     max_prompt_tokens: int | None = Field(None, ge=1)
@@ -62,9 +77,8 @@ class DataConfig(Section):
 
     def refuse(self) -> None:
         if not self.kind and self.split != type(self).model_fields["split"].default:
-            raise ValueError(
-                f"split={self.split}: leave it out of a file, which has none; eval.data names held-out rows"
-            )
+            advice = "leave it out of a file, which has none; eval.data names held-out rows"
+            raise ValueError(f"split={self.split}: {advice}")
         if self.system_prompt is not None and not self.chat_template:
             raise ValueError("system_prompt needs chat_template: true")
         if self.answer_pattern is None:
@@ -76,55 +90,67 @@ class DataConfig(Section):
 
     @property
     def kind(self) -> str:
-        """What is said before the colon of a source; "" of a file."""
+        """The word before the colon of the source, such as "hf"; "" for a file."""
         kind, colon, _ = self.source.partition(":")
         return kind if colon and kind.isidentifier() and not Path(self.source).is_file() else ""
 
     @property
     def template_options(self) -> dict[str, Any]:
+        """The options of the chat template."""
         return self.chat_template if isinstance(self.chat_template, dict) else {}
 
 
 class CurriculumConfig(Section, extra="allow"):
+    """Section curriculum: the order of prompts. Other keys are options of the curriculum."""
+
     name: str = "shuffle"
     """Order of prompts: `shuffle`, `sorted` or a plugin's; its options."""
-    retire_after: int = Field(0, ge=0)  # an option of each (curriculum.md)
+    # A prompt is retired once all its rollouts have solved it this many times in a row; 0: never.
+    # An option of every curriculum (curriculum.md).
+    retire_after: int = Field(0, ge=0)
 
 
 class EnvConfig(Section, extra="allow"):
+    """Section env: how episodes are played. Other keys are options of the environment."""
+
     name: str = "single_turn"
     """`single_turn`, `tools`, `agent`, `step` or a plugin's; its options."""
-    max_turns: int = Field(
-        16, ge=1
-    )  # or model calls of an agent: an option of each (environments.md)
-    timeout_s: float = Field(
-        60.0, gt=0, le=86_400
-    )  # of the environment or agent in an episode: likewise
+    # Turns of an episode, or model calls of an agent. An option of every environment
+    # (environments.md), as is the next.
+    max_turns: int = Field(16, ge=1)
+    # Seconds that the environment or the agent may take in an episode.
+    timeout_s: float = Field(60.0, gt=0, le=86_400)
     history: str = "keep"
-    """Way with history that outgrows model.max_length: `keep` ends the episode, `drop_oldest`, or a plugin's."""
+    """Way with history that outgrows model.max_length: `keep` ends the episode, `drop_oldest`, or a
+    plugin's."""
+
+
+def _default_weight(values: dict[str, Any]) -> float:
+    """Give a gate no weight in the total, and any other reward the weight 1."""
+    return 0.0 if values.get("gate") else 1.0
 
 
 class RewardSpec(Section, extra="allow"):
-    """Keys of every reward; others are its arguments."""
+    """The keys that every reward has. Other keys are its arguments."""
 
-    gate: bool = False  # at 0 or less the others can only cost
-    weight: float = Field(default_factory=lambda known: 0.0 if known.get("gate") else 1.0)
+    gate: bool = False  # where its value is 0 or less, the other rewards can only cost
+    weight: float = Field(default_factory=_default_weight)  # factor of its value in the total
     clip: Range | None = None  # lowest and highest value
-    normalize: bool = False  # by mean and deviation in the group
-    max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward
-    retries: int = Field(5, ge=0)  # of such a call that raises RetryError
+    normalize: bool = False  # by mean and deviation of the group
+    max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward at a time
+    retries: int = Field(5, ge=0)  # repetitions of an async call that raises RetryError
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _read(cls, value: Any) -> Any:
-        return (
-            {"weight": value}
-            if isinstance(value, int | float) and not isinstance(value, bool)
-            else value
-        )
+        """Take a bare number for the weight."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return {"weight": value} if is_number else value
 
 
 class RewardsConfig(Section):
+    """Section rewards: what scores a rollout."""
+
     functions: dict[str, RewardSpec] = Field({"exact_match": RewardSpec()}, min_length=1)
     """{NAME: weight} or {NAME: {weight: 1, argument: ...}} (rewards.md)."""
     timeout_s: float = Field(30.0, gt=0)
@@ -134,38 +160,45 @@ class RewardsConfig(Section):
 
     @property
     def first(self) -> str:
-        """Name of the first reward that is no gate."""
-        return next(
-            (name for name, spec in self.functions.items() if spec.weight),
-            next(iter(self.functions)),
-        )
+        """The name of the first reward with a weight or, if none has, of the first."""
+        for name, spec in self.functions.items():
+            if spec.weight:
+                return name
+        return next(iter(self.functions))
 
     def spec(self, name: str) -> RewardSpec:
+        """Look up a reward's keys; the defaults for a reward that is only measured."""
         return self.functions.get(name, RewardSpec())
 
 
 class HeldOutConfig(DataConfig):
+    """Section eval.data, or held_out of a source: the rows of the evaluation."""
+
     section: ClassVar[str] = "eval.data"
     otherwise: ClassVar[str] = ", or eval.num_prompts=0"
     split: str = "test"
     """As in section data."""
 
     def with_rest_of(self, data: DataConfig) -> "HeldOutConfig | None":
-        """Take from `data` what is not set here; None where no other rows are named."""
+        """Take from `data` what is not set here. Returns None where no other rows are named."""
         is_set = self.model_fields_set
+        # Another split is other rows, except in a file, or in a folder that the package datasets
+        # has saved without splits.
         has_split = data.kind != ""
         if data.kind == "hf":
             folder = Path(data.source.removeprefix("hf:")).expanduser()
-            is_saved = folder.joinpath("state.json").is_file()  # by datasets, without splits
+            is_saved = folder.joinpath("state.json").is_file()
             has_split = not is_saved and "split" in is_set
         names_rows = "source" in is_set or (has_split and self.split != data.split)
         if not names_rows:
             return None
-        rest = DataConfig.model_fields.keys() - is_set - {"split", "limit"}
-        return self.model_copy(update={name: getattr(data, name) for name in rest})
+        unset = DataConfig.model_fields.keys() - is_set - {"split", "limit"}
+        return self.model_copy(update={name: getattr(data, name) for name in unset})
 
 
 class EvalConfig(Section):
+    """Section eval: the evaluation on held-out prompts."""
+
     data: HeldOutConfig = HeldOutConfig()
     """Held-out `source`, or a hub dataset's `split`; else as `data`."""
     num_prompts: int = Field(256, ge=0)
@@ -189,20 +222,25 @@ class EvalConfig(Section):
 
 
 class SourceConfig(DataConfig):
-    """An entry of data.sources as it is written; what it leaves out is in the run's sections."""
+    """An entry of data.sources as it is written. The run's sections have what it leaves out."""
 
-    name: str = ""  # default: of its file, data set or task
-    weight: float = Field(1.0, ge=0)  # share of the draws, in relation to the others'
-    held_out: Annotated[HeldOutConfig, _or_source] = HeldOutConfig()  # as eval.data
+    name: str = ""  # default: the name of its file, data set or task
+    weight: float = Field(1.0, ge=0)  # share of the draws, relative to the other sources
+    held_out: Annotated[HeldOutConfig, _or_source] = HeldOutConfig()  # takes the keys of eval.data
     env: Annotated[EnvConfig | None, or_name] = None
     curriculum: Annotated[CurriculumConfig | None, or_name] = None
-    rewards: dict[str, RewardSpec] | None = Field(None, min_length=1)  # as rewards.functions
-    max_tokens: int | None = Field(None, ge=1)  # as rollout.max_tokens
+    # Takes the keys of rewards.functions.
+    rewards: dict[str, RewardSpec] | None = Field(None, min_length=1)
+    max_tokens: int | None = Field(None, ge=1)  # default: rollout.max_tokens
 
     @property
-    def called(self) -> str:
+    def resolved_name(self) -> str:
+        """The source's name or, without one, that of its rows: "math" for data/math.jsonl."""
+        if self.name:
+            return self.name
         rows = self.source if "source" in self.model_fields_set else self.held_out.source
-        return self.name or re.sub(r"[^\w-]+", "_", re.split("[:/]", rows)[-1].partition(".")[0])
+        stem = re.split("[:/]", rows)[-1].partition(".")[0]
+        return re.sub(r"[^\w-]+", "_", stem)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,31 +250,38 @@ class SourceSettings:
     Example: config.sources[prompt.source].max_tokens
     """
 
-    name: str  # "" in a run without data.sources
-    weight: float  # share of the draws, in relation to the others'; 0: only evaluated
+    name: str  # the name of the source; "" in a run without data.sources
+    weight: float  # share of the draws, relative to the other sources; 0: it is only evaluated
     data: DataConfig
     env: EnvConfig
     curriculum: CurriculumConfig
     rewards: RewardsConfig
-    max_tokens: int  # of an answer
-    held_out: HeldOutConfig | None  # rows of its evaluation; None without
-    eval_max_tokens: int
-    eval_reward: str
+    max_tokens: int  # tokens that an answer may have
+    held_out: HeldOutConfig | None  # the rows of its evaluation; None without an evaluation
+    eval_max_tokens: int  # tokens that an answer may have in the evaluation
+    eval_reward: str  # the reward that the evaluation measures
 
     @property
     def reward_names(self) -> tuple[str, ...]:
+        """The rewards of training and evaluation. A name may stand twice."""
         return (*self.rewards.functions, self.eval_reward)
 
     @property
     def pass_reward(self) -> str:
-        """Reward whose mean is the pass rate of a prompt: eval.reward if trained, else the first."""
+        """The reward whose mean is the pass rate of a prompt.
+
+        That is eval.reward if it is trained on, and else the first reward.
+        """
         is_trained = self.eval_reward in self.rewards.functions
         return self.eval_reward if is_trained else self.rewards.first
 
 
 class TrainingDataConfig(DataConfig):
+    """Section data, with the keys that only the run itself has."""
+
     sources: tuple[Annotated[SourceConfig, _or_source], ...] = ()
-    """Several sources, drawn by weight, in place of `source`: [{source, weight, rewards, env, ...}] (mixtures.md)."""
+    """Several sources, drawn by weight, in place of `source`: [{source, weight, rewards, env, ...}]
+    (mixtures.md)."""
     exclude_overlap: bool = False
     """Training prompts that are held-out ones, too, are left out."""
 
@@ -246,19 +291,18 @@ class TrainingDataConfig(DataConfig):
             return
         if self.source != type(self).model_fields["source"].default:
             raise ValueError(f"source={self.source} beside sources: name it in that list")
-        names = [one.called for one in self.sources]
+        names = [source.resolved_name for source in self.sources]
         for name in names:
             if not re.fullmatch(r"[\w.-]+", name):
-                raise ValueError(
-                    f"a source is called {name!r}, as metrics are named: take letters and digits"
-                )
+                fact = f"a source is called {name!r}, as metrics are named"
+                raise ValueError(f"{fact}: take letters and digits")
             if names.count(name) > 1:
                 raise ValueError(f"two sources are called {name}: give each a name")
-        if not any(one.weight for one in self.sources):
+        if not any(source.weight for source in self.sources):
             raise ValueError("no source has a weight above 0: give one to train on")
 
     def of(self, source: SourceConfig) -> "TrainingDataConfig":
-        """Put what a source sets of this section in place of what stands here."""
+        """Copy this section for a source: the keys that the source sets override those here."""
         changed: dict[str, Any] = {"sources": ()}
         for name in DataConfig.model_fields.keys() & source.model_fields_set:
             changed[name] = getattr(source, name)
