@@ -10,7 +10,7 @@ In the names of tensors r is the row, h the heads, d the dimension of a head, b 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -196,13 +196,7 @@ def attend(
     else:
         reach = Reach(sliding_window)
         mask = attention_mask
-
-    # Refuse a model whose attention computes something else.
-    refused = {"a mask of its own": mask, "softcap": softcap, "position_bias": position_bias}
-    used = " and ".join(name for name, value in refused.items() if value is not None)
-    if used:
-        raise TrainerError(f"{type(module).__name__} uses {used} in its attention; {ADVICE}")
-
+    _refuse(module, {"a mask of its own": mask, "softcap": softcap, "position_bias": position_bias})
     if segments is None:
         segments = Segments((query.shape[2],), query.device)
     reach = reach.within(segments.longest)
@@ -225,6 +219,16 @@ def attend(
     else:
         result_rhd = attend_in_groups(*row, segments.groups, scaling, reach, sinks_h)
     return part.by_positions(result_rhd), None
+
+
+def _refuse(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise TrainerError for a model whose attention computes something else.
+
+    `arguments` must all be None.
+    """
+    used = " and ".join(name for name, value in arguments.items() if value is not None)
+    if used:
+        raise TrainerError(f"{type(module).__name__} uses {used} in its attention; {ADVICE}")
 
 
 def reach_of_mask(

@@ -110,9 +110,7 @@ def divide(
     )
 
     # Ranks run their rows i at the same time: rows without samples make their numbers equal.
-    zeros = (0.0, 0.0)
-    columns = dict.fromkeys(packed[0].columns, zeros)
-    blank = TrainSample(sequence=_NO_TOKENS, advantages=zeros, columns=columns)
+    blank = _blank(packed[0])
     result: list[list[PackedRow]] = [[] for _ in plans]
     for rows_of_ranks in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = 0
@@ -130,6 +128,13 @@ def divide(
             )
             result[rank].append(packed_row)
     return result
+
+
+def _blank(sample: TrainSample) -> TrainSample:
+    """Make a sample without a trained token, with the columns of another."""
+    zeros = (0.0, 0.0)
+    columns = dict.fromkeys(sample.columns, zeros)
+    return TrainSample(sequence=_NO_TOKENS, advantages=zeros, columns=columns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -345,13 +345,7 @@ class Trainer(Together):
         outcomes = dict.fromkeys(groups, "stopped")  # until one of its updates ends otherwise
         metrics: list[dict[str, float]] = []
         faults: list[str] = []
-        parts = batching.minibatches(
-            groups,
-            epochs=self._objective.epochs,
-            count=self._objective.minibatches,
-            seed=seed_of(self._config.trainer.seed, "minibatches", number),
-        )
-        for places in parts:
+        for places in self._minibatches(groups, number):
             part = [samples[place] for place in places]
             updates, update_metrics = self._update(self._shares(part), bound)
             bound = math.inf  # later updates compare weights that the servers never had
@@ -378,6 +372,15 @@ class Trainer(Together):
         elif step_metrics["train/skipped"] < 1:  # at 1 only the loss scale was too high: no count
             self._skipped_in_row = 0
         return step_metrics
+
+    def _minibatches(self, groups: Sequence[int], number: int) -> list[list[int]]:
+        """Draw the mini-batches of a step: the places of the samples of each update."""
+        return batching.minibatches(
+            groups,
+            epochs=self._objective.epochs,
+            count=self._objective.minibatches,
+            seed=seed_of(self._config.trainer.seed, "minibatches", number),
+        )
 
     def _step_metrics(
         self, updates: Sequence[dict[str, float]], start: float, learning_rate: float
@@ -673,8 +676,8 @@ class Trainer(Together):
                 sink(dict(bucket))
         return {learner.name: learner.engine.counters() for learner in self.learners}
 
-    def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
-        """Restore the tensors and the remaining state that `state` saved.
+    def restore(self, saved: SavedTensors, state: Mapping[str, Any]) -> None:
+        """Restore a checkpoint: its tensors, and the result of the method `state`.
 
         Raises TrainerError for the state of another model, before anything changes.
         """
@@ -682,17 +685,17 @@ class Trainer(Together):
         for learner in self.learners:
             expected |= learner.engine.shapes()
         saved.check(expected)
-        self._restore(rest, read=saved.read)
-        self._skipped_in_row = rest["skipped_in_row"]
+        self._restore(state, read=saved.read)
+        self._skipped_in_row = state["skipped_in_row"]
 
     @on_all_ranks
     def _restore(
-        self, rest: Mapping[str, Any], *, read: Callable[[str], Tensor] | None = None
+        self, state: Mapping[str, Any], *, read: Callable[[str], Tensor] | None = None
     ) -> None:
         for learner in self.learners:
-            learner.engine.restore(read, rest["engines"][learner.name])
+            learner.engine.restore(read, state["engines"][learner.name])
         # Micro-batches of another size would sum gradients in another order.
-        size = rest["micro_batch"]
+        size = state["micro_batch"]
         if self.fitted_for is not None and self.fitted_for == size["measured_for"]:
             self.micro_batch_tokens = size["tokens"]
 
