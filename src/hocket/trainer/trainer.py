@@ -149,7 +149,8 @@ class Trainer(Together):
         self._packing: dict[str, Any] = {"unit": self._objective.unit, "packer": packer}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(self.device, self.setup.dtype)])
 
-        # Only then does the policy learn: its learning rate is planned for the steps after these.
+        # Make the policy's optimizer. It steps once the auxiliary models have learnt for `_delay`
+        # steps, and its learning rate is planned for the steps after these.
         auxiliaries = self._objective.auxiliaries
         self._delay = max((auxiliary.delay for auxiliary in auxiliaries), default=0)
         self.engine = DeepSpeedEngine(self.policy, self.setup, name=POLICY)
