@@ -154,7 +154,7 @@ def check_fits(
             "there is nothing to train on: no sample has a trained token; leave out this step"
         )
 
-    # A sequence by itself shares nothing.
+    # A sequence may begin a row, and shares nothing there. Within a unit, sequences do share.
     lengths = list(map(num_positions, samples))
     starts = packer.starts(samples) if unit > 1 else [0] * len(samples)
     longest = math.ceil(max(sizes_of_units(lengths, starts, packer.key_share, unit).first))
@@ -192,7 +192,8 @@ def plan_rows(
     Returns:
         result[rank][i]: the numbers of the samples in the rank's row i.
     """
-    # From here on, numbers are those of units. Costs balance the ranks, sizes fill the rows.
+    # Costs balance the ranks, and sizes fill the rows. In both, a prefix that a sequence shares
+    # with the one before counts only once.
     lengths = list(map(num_positions, samples))
     starts = packer.starts(samples)
     costs_first = [cost(length) for length in lengths]
@@ -205,6 +206,8 @@ def plan_rows(
     def negative_cost(row: Sequence[int]) -> float:
         return -sum(costs.first[number] for number in row)
 
+    # A run that is too long for a row is divided. Rows are then filled with short parts. Numbers
+    # are those of units until the end.
     plans = []
     for runs in packer.deal(costs, num_ranks):
         parts: list[SequenceRun] = []

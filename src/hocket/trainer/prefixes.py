@@ -109,5 +109,7 @@ def is_worth_sharing(common: int, length: int, pairs: float) -> bool:
         pairs: pairs of tokens whose attention costs as much as all else does for one position;
             infinite with a kernel.
     """
+    # In pairs, the whole sequence costs length · pairs + length² / 2; behind a shared prefix, it
+    # costs (length - common) · (pairs + length). This compares the two.
     saves_enough = common * 2 * (length + pairs) >= length**2
     return common >= LEAST and common * LITTLE >= length and saves_enough
