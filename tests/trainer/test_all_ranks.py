@@ -1,10 +1,26 @@
+import contextlib
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from hocket.errors import TrainerError
+from hocket.trainer import all_ranks
+from hocket.trainer.all_ranks import Together, on_all_ranks
 from hocket.trainer.ranks import Ranks
+from support.examples import shown
 from support.training import make_samples, make_trainer
+
+
+def test_the_example_of_the_documentation_counts_the_ranks(ranks: Ranks) -> None:
+    names: dict[str, Any] = {
+        "Together": Together,
+        "on_all_ranks": on_all_ranks,
+        "contextlib": contextlib,
+        "ranks": ranks,
+    }
+    exec(shown(all_ranks, "class Counter(Together):"), names)
+    assert names["number"] == ranks.size == 1
 
 
 def test_a_trainer_that_could_not_leave_with_the_others_is_closed(

@@ -26,12 +26,19 @@ from hocket.errors import TrainerError
 from hocket.trainer import attention
 from hocket.trainer.attention import Segments, attend
 from hocket.trainer.policy import Policy
+from support.examples import shown
 from support.numbers import rounding
 from support.training import CPU, additions, assert_near, gradient_additions
 
 LENGTHS = (40, 33, 3, 1, 40, 2, 70)  # several in a group, alone in one, and padded
 SUMS = 8 + 2 * max(LENGTHS)  # a score of 8 products; the softmax and the sum of values over what is seen
 Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def test_the_example_of_segments_counts_the_positions_of_each_sequence() -> None:
+    names: dict[str, Any] = {"Segments": Segments, "torch": torch}
+    exec(shown(attention, "segments = Segments("), names)
+    assert names["positions_br"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
 
 
 @pytest.fixture

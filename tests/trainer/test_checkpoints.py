@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hocket.protocol import manifest
 from hocket.trainer import checkpoints
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.state import SavedTensors
+from support.examples import shown
 
 
 class CountedSteps:
@@ -57,6 +59,19 @@ def train(config: Config, last: int = 0, **metrics: list[float]) -> CountedPart:
             part.value = 10 * step
             kept.complete(step, {name: values[step - 1] for name, values in metrics.items()})
     return part
+
+
+def test_the_example_of_the_documentation_writes_those_that_are_due(tmp_path: Path) -> None:
+    variables: dict[str, Any] = {
+        "Checkpoints": Checkpoints,
+        "config": make_config(tmp_path, "checkpoint.every_steps=2", "checkpoint.keep=9"),
+        "trainer": Mock(state=CountedSteps().state, step=lambda samples: {}),
+        "prompts": CountedPart(),
+        "steps": 5,
+        "samples": [],
+    }
+    exec(shown(checkpoints, "with Checkpoints(config"), variables)
+    assert names(variables["config"]) == ["step_000002", "step_000004", "step_000005"]
 
 
 def names(config: Config) -> list[str]:

@@ -75,7 +75,8 @@ def test_a_plugin_s_column_is_measured_for_the_advantage_that_needs_it(
     """The one that the documentation of `column` shows: A = the reward + 0.5 entropy, token by token."""
     head = (
         "from torch import Tensor\nfrom hocket.algorithm.choices import advantage, choose\n"
-        "from hocket.config import Config\nfrom hocket.trainer.objective import Auxiliary, column\n"
+        "from hocket.config import Config\n"
+        "from hocket.trainer.objective import Auxiliary, LoadingTrainer, Measure, column\n"
     )
     code = head + shown(objective, '@column("entropies")')
     names = ((objective.COLUMNS, "entropies"), (KINDS["advantage"], "curious"))

@@ -16,11 +16,15 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hocket.algorithm.losses import LossOutput
 from hocket.config import TrainerConfig, load
 from hocket.errors import ConfigError, ServerError, TrainerError
 from hocket.protocol import manifest, nccl
+from hocket.trainer import objective
 from hocket.trainer import trainer as trainer_module
+from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import Setup, default_zero_stage
+from hocket.trainer.objective import Objective
 from hocket.trainer.ranks import FAILURE, Ranks
 from hocket.trainer.trainer import Trainer
 from support import training
@@ -56,6 +60,24 @@ def test_the_example_of_the_documentation_takes_an_update_and_writes_the_model(
     before = AutoModelForCausalLM.from_pretrained(tied_model).state_dict()
     after = AutoModelForCausalLM.from_pretrained("my-model").state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_example_of_an_objective_raises_the_log_probs_of_sampled_tokens(ranks: Ranks, tied_model: str) -> None:
+    samples = make_samples()
+    names: dict[str, Any] = {
+        "Trainer": functools.partial(Trainer, ranks=ranks),
+        "Objective": Objective,
+        "LossOutput": LossOutput,
+        "TrainBatch": TrainBatch,
+        "Tensor": torch.Tensor,
+        "config": load(None, ["model.dtype=float32", f"model.path={tied_model}", "trainer.learning_rate=1e-3"]),
+    }
+    exec(shown(objective, "def loss("), names)
+    with names["trainer"] as trainer:
+        sums = [math.fsum(map(sum, trainer.logprobs(samples)))]
+        trainer.step(samples)
+        sums.append(math.fsum(map(sum, trainer.logprobs(samples))))
+    assert sums[1] > sums[0]
 
 
 def test_bfloat16_training_follows_float32(ranks: Ranks, tied_model: str) -> None:

@@ -1,8 +1,8 @@
 """Run a method on all ranks when rank 0 calls it.
 
 Training is collective: every rank takes part in the sums of gradients and in gathering weights.
-Only rank 0 knows what comes next. So it sends the others the name and the arguments of each method
-that is marked `@on_all_ranks`, and they, in `follow`, call the same one:
+Only rank 0 knows what comes next. For each method that is marked `@on_all_ranks`, it sends the
+other ranks the name and the arguments. They wait in `follow`, and call the method, too:
 
     rank 0:  step() calls _update(shares)  ->  sends each ("_update", its share)  ->  runs _update
     rank 1:  follow() waits for work       ->  receives ("_update", its share)    ->  runs _update
@@ -19,6 +19,7 @@ from hocket.common.tasks import note
 from hocket.errors import TrainerError
 from hocket.trainer.ranks import Ranks
 
+# Values of `Together.refusal`.
 AWAY = "it is off the GPU; call onload() first"
 BROKEN = "it broke in an earlier call"
 CLOSED = "it is closed"
@@ -37,10 +38,10 @@ def on_all_ranks(method: Callable[..., Any]) -> Any:
 
     @functools.wraps(method)
     def call(self: "Together", *args: Any, **local: Any) -> Any:
-        # Refused before the others start: the error leaves all ranks usable.
+        # A call is refused before the other ranks start: this error leaves all ranks usable.
         if self.refusal:
             raise TrainerError(f"the trainer can't {work.strip('_')}: {self.refusal}")
-        self.refusal = BROKEN  # until the work has ended well
+        self.refusal = BROKEN  # until the work has ended without an error
         self.ranks.send([(work, _arguments_of(rank, args)) for rank in range(self.ranks.size)])
         result = self.run_part(work, _arguments_of(0, args), local)
         self.refusal = ""
@@ -54,16 +55,31 @@ def _arguments_of(rank: int, args: Sequence[Any]) -> list[Any]:
 
 
 class Together(ABC):
-    """Base of what all ranks do together: rank 0 calls, the others follow, all leave at the end.
+    """Base of a class whose methods all ranks run together.
 
-    An error within a common method ends all ranks.
+    Rank 0 calls the methods, the other ranks `follow`, and all leave at the end. An error within a
+    method that is marked `@on_all_ranks` ends all ranks.
+
+    Example: count the ranks.
+
+        class Counter(Together):
+            explaining = contextlib.nullcontext
+
+            def release(self) -> None:
+                pass
+
+            @on_all_ranks
+            def count(self) -> float:
+                return self.ranks.sum([1.0])[0]
+
+        counter = Counter(ranks, owns_ranks=False)
+        number = counter.count() if ranks.is_main else counter.follow()
     """
 
     def __init__(self, ranks: Ranks, *, owns_ranks: bool) -> None:
         self.ranks = ranks
-        self.owns_ranks = owns_ranks  # whether they are closed with this
-        # Why nothing can be done now; "": it can.
-        self.refusal = ""
+        self.owns_ranks = owns_ranks  # whether the ranks are closed with this object
+        self.refusal = ""  # the reason why no method can be called now; "" if all can
         if not ranks.is_main:
             self.refusal = f"this is rank {ranks.rank}, and ranks above 0 only follow"
 
@@ -78,7 +94,7 @@ class Together(ABC):
                 raise
 
     def follow(self) -> None:
-        """Do what rank 0 sends until it closes. Raise TrainerError if rank 0 dies."""
+        """Run the methods that rank 0 sends, until it closes. Raises TrainerError if it dies."""
         work = ""
         while work != "_close":
             work, args = self.ranks.receive()
@@ -91,21 +107,21 @@ class Together(ABC):
         name = work.strip("_")
         start = time.perf_counter()
         with self.ranks.deadline(f"doing the common {name}"), self.explaining(name):
-            method = getattr(type(self), work).__wrapped__  # what `on_all_ranks` decorates
+            method = getattr(type(self), work).__wrapped__  # the method without its decorator
             result = method(self, *args, **local)
         note(name, start, who=f"trainer, rank {self.ranks.rank}")
         return result
 
     @abstractmethod
     def explaining(self, work: str) -> contextlib.AbstractContextManager[None]:
-        """Raise errors of the work within as others that say what to do about them."""
+        """Raise an error of the work within as an error that names a remedy."""
 
     @abstractmethod
     def release(self) -> None:
-        """Release what this rank holds; the ranks do it together."""
+        """Release this rank's resources; the ranks do it together."""
 
     def close(self) -> None:
-        """Release all ranks; after a failure in common work only a single one."""
+        """Release all ranks. After a failed method, only a single rank can be released."""
         if self.refusal in ("", AWAY):
             self.refusal = ""
             self._close()

@@ -10,7 +10,7 @@ In the names of tensors r is the row, h the heads, d the dimension of a head, b 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ ADVICE = "it can't be trained here: docs/architectures.md names the families tha
 
 @dataclasses.dataclass(frozen=True)
 class RowPart:
-    """The positions of a row that this rank computes: here all of them.
+    """The part of a row that this rank computes: in this class, all of it.
 
     extras/ulysses.py has a subclass for ranks that divide a row (trainer.sequence_parallel).
     """
@@ -38,7 +38,7 @@ class RowPart:
     number: int = 0  # which of its parts this is, from 0
 
     def of_row(self, row_br: Tensor) -> Tensor:
-        """Select this rank's positions, of [1, row]."""
+        """Select this rank's positions from [1, row]."""
         return row_br.chunk(self.size, dim=1)[self.number]
 
     def by_heads(self, tensor_bhrd: Tensor) -> Tensor:
@@ -65,26 +65,31 @@ WHOLE = RowPart()
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of a row: all that attention and positions depend on.
+    """The segments of a row, which attention and positions depend on.
 
-    A segment is a sequence. Where sequences share a prefix (prefixes.py), the row has it once: the
-    segment of a later sequence is what follows on the prefix, and `starts` and `key_places` say
-    where the prefix is.
+    A segment is a sequence. Where sequences share a prefix (prefixes.py), the row has the prefix
+    once: the segment of a later sequence has only its positions behind the prefix. `starts` is the
+    length of the prefix, and `key_places` has its places in the row.
+
+    Example: a row of two sequences, of 5 and of 3 positions.
+
+        segments = Segments((5, 3), torch.device("cpu"))
+        positions_br = segments.positions_br  # 0 to 4, then 0 to 2
     """
 
     lengths: tuple[int, ...]  # positions of each segment, at least 1
     device: torch.device
-    starts: tuple[int, ...] = ()  # positions of the prefix that each segment shares; (): 0 for all
+    starts: tuple[int, ...] = ()  # length of the prefix that each segment shares; (): 0 for all
     key_places: Tensor | None = None
     """Places in the row of all keys that each segment sees, one segment after another, int64.
 
     None where no prefix is shared: each segment sees its own positions.
     """
-    part: RowPart = WHOLE  # of the row, that this rank computes
+    part: RowPart = WHOLE  # the part of the row that this rank computes
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Positions of each segment with its prefix: as many keys as its last position sees."""
+        """Positions of each segment with its prefix: the number of keys its last position sees."""
         if not self.starts:
             return self.lengths
         spans = zip(self.starts, self.lengths, strict=True)
@@ -92,6 +97,7 @@ class Segments:
 
     @property
     def longest(self) -> int:
+        """Positions of the longest segment with its prefix."""
         return max(self.ends)
 
     @functools.cached_property
@@ -108,7 +114,7 @@ class Segments:
 
     @functools.cached_property
     def shared_keys(self) -> tuple[Tensor, Tensor] | None:
-        """`key_places`, and where those of each segment begin in them (int32 [segments + 1]).
+        """`key_places`, and the offsets of each segment in them: int32 [segments + 1].
 
         None where no prefix is shared.
         """
@@ -118,7 +124,7 @@ class Segments:
 
     @functools.cached_property
     def groups(self) -> SegmentGroups:
-        """Segments that are computed together where there is no kernel: made when first needed."""
+        """Segments that are computed together where there is no kernel."""
         groups, restore = grouped_attention.divide(self.lengths, self.ends, self.key_places)
         moved = []
         for group in groups:
@@ -130,7 +136,7 @@ class Segments:
 
     def inputs(self, ids_br: Tensor) -> dict[str, Any]:
         """Make the arguments of a model's forward pass for a row of these segments."""
-        # With a mask, transformers does not look for sequences in the positions: for that the host
+        # Without a mask, transformers would look for sequences in the positions, for which the host
         # would wait for the GPU.
         mask_br = torch.ones_like(ids_br)
         return {
@@ -141,11 +147,12 @@ class Segments:
         }
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        # Blocking, the host would wait for the micro-batch before.
+        # A blocking copy would have the host wait for the micro-batch before.
         return tensor.to(self.device, non_blocking=True)
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:
+    """Sum up lengths, from 0 to their total: int32 [lengths + 1]."""
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
 
 
@@ -164,33 +171,38 @@ def attend(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute softmax(scaling · q kᵀ) v; each position sees its segment up to itself.
+    """Compute softmax(scaling · q kᵀ) v, where each position sees its segment up to itself.
 
     The signature is that of transformers' AttentionInterface.
 
     Args:
+        module: the attention layer, which an error names.
         query: [1, heads, row, d]; keys and values may have fewer heads.
-        segments: default: the row is one segment.
         attention_mask: the result of `reach_of_mask`; it overrides sliding_window, as it does in
             transformers' own attention.
-        sliding_window: positions that one sees, itself included.
+        scaling: factor on the products of queries and keys.
+        segments: the row's segments; by default the row is one segment.
+        sliding_window: number of positions that a position sees, itself included.
         s_aux: [heads], logits of gpt-oss's attention sinks, which take their part of each softmax.
+        softcap, position_bias: refused.
+        others: arguments of other kinds of attention, which don't change this one.
 
     Returns:
         [1, row, heads, d], and None in place of the weights.
     """
-    # Refuse what a model's attention has beyond this.
-    reach = attention_mask if isinstance(attention_mask, Reach) else Reach(sliding_window)
-    a_mask = None if isinstance(attention_mask, Reach) else attention_mask
-    unknown = {"a mask of its own": a_mask, "softcap": softcap, "position_bias": position_bias}
-    used = " and ".join(name for name, value in unknown.items() if value is not None)
-    if used:
-        raise TrainerError(f"{type(module).__name__} uses {used} in its attention; {ADVICE}")
-
-    segments = segments or Segments((query.shape[2],), query.device)
+    if isinstance(attention_mask, Reach):
+        reach = attention_mask
+        mask = None
+    else:
+        reach = Reach(sliding_window)
+        mask = attention_mask
+    _refuse(module, {"a mask of its own": mask, "softcap": softcap, "position_bias": position_bias})
+    if segments is None:
+        segments = Segments((query.shape[2],), query.device)
     reach = reach.within(segments.longest)
 
-    # Each rank that computes the row attends from all positions, with its part of the heads.
+    # Each rank that computes the row attends from all positions, with its part of the heads. Under
+    # autocast the layer's tensors may still be in float32.
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     part = segments.part
@@ -200,12 +212,23 @@ def attend(
     row = (query_rhd, key_rhd, value_rhd)
     sinks_h = None if s_aux is None else s_aux.chunk(part.size)[part.number]
 
+    # The kernel knows windows, but neither sinks nor chunks.
     is_plain = sinks_h is None and reach.chunk is None
     if is_plain and has_kernel(*row):
         result_rhd = _attend_by_kernel(*row, segments, scaling, reach.window)
     else:
         result_rhd = attend_in_groups(*row, segments.groups, scaling, reach, sinks_h)
     return part.by_positions(result_rhd), None
+
+
+def _refuse(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise TrainerError for a model whose attention computes something else.
+
+    `arguments` must all be None.
+    """
+    used = " and ".join(name for name, value in arguments.items() if value is not None)
+    if used:
+        raise TrainerError(f"{type(module).__name__} uses {used} in its attention; {ADVICE}")
 
 
 def reach_of_mask(
@@ -216,13 +239,17 @@ def reach_of_mask(
     use_vmap: bool = False,
     **others: Any,
 ) -> Reach:
-    """Make, in place of a mask, the `Reach` that it allows.
+    """Make the `Reach` of a mask, in place of the mask.
 
-    transformers calls this for a mask and passes the result on to each layer's attention.
+    transformers calls this function for a mask, and passes the result on to each layer's attention.
+    Raises TrainerError for a mask that is not one of a Reach.
 
     Args:
+        config: the model's config.
         local_size: positions of a window or of a chunk.
-        allow_is_causal_skip, use_vmap: False, or True: the mask shows tokens others, or fewer.
+        allow_is_causal_skip: False for a mask that shows some tokens more than causal attention.
+        use_vmap: True for a mask that a function computes, which may show fewer tokens.
+        others: arguments that don't change the result.
     """
     if use_vmap or not allow_is_causal_skip:
         name = type(config).__name__.removesuffix("Config")
@@ -236,15 +263,15 @@ def reach_of_mask(
 
 
 def choose_kernel(device: torch.device) -> str:
-    """Have `varlen_attn` run FlashAttention 3 where that works; returns the kernel's name."""
+    """Switch `varlen_attn` to FlashAttention 3 where that works; returns the kernel's name."""
     if device.type != "cuda":
         return "torch's for CPUs"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "FlashAttention 2"
     try:
         activate_flash_attention_impl("FA3")
-        _try_kernel(device)
-    except (ImportError, OSError, RuntimeError, TypeError) as error:  # built for another torch, say
+        _try_kernel(device)  # fails for a package that was built for another torch
+    except (ImportError, OSError, RuntimeError, TypeError) as error:
         restore_flash_attention_impl(_raise_warn=False)
         return f"FlashAttention 2 (3, of the package flash-attn-3, can't be used: {error})"
     return "FlashAttention 3"
@@ -260,7 +287,7 @@ def _try_kernel(device: torch.device) -> None:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Check whether `varlen_attn` takes tensors like these, [row, heads, d] each."""
+    """Check whether `varlen_attn` takes these tensors, [row, heads, d] each."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
@@ -286,7 +313,7 @@ def _attend_by_kernel(
         places, key_offsets = segments.shared_keys
         key_rhd = key_rhd.index_select(0, places)
         value_rhd = value_rhd.index_select(0, places)
-    positions_back = -1 if window is None else window - 1  # beside the position itself; -1: all
+    positions_back = -1 if window is None else window - 1  # without the position itself; -1: all
     result = varlen_attn(
         query_rhd,
         key_rhd,

@@ -22,6 +22,7 @@ from hocket.trainer.attention import WHOLE, RowPart, Segments
 from hocket.trainer.packing import PLAIN, Packer, members_of_units, num_positions, plan_rows
 from hocket.types import Image, TokenSequence, TrainSample
 
+# Two tokens, one position, nothing trained: for a rank that has fewer rows than the others.
 _NO_TOKENS = TokenSequence(token_ids=array("I", (0, 0)), mask=(False, False), logprobs=(0.0, 0.0))
 
 
@@ -29,20 +30,21 @@ _NO_TOKENS = TokenSequence(token_ids=array("I", (0, 0)), mask=(False, False), lo
 class TrainBatch(LossBatch):
     """The input of one forward pass of one rank.
 
-    In the names b is 1, r the row; t is the next-token axis, one sequence after another: all at t
-    is about the token that is predicted; n are the places on t that are trained.
+    In the names of tensors b is 1 and r the row. t is the next-token axis, one sequence after
+    another: a number at t belongs to the token that is predicted there. n counts the trained
+    tokens.
     """
 
-    segments: Segments  # of the row
+    segments: Segments  # the row's segments, for attention
     input_ids_br: Tensor  # [1, row], or this rank's part of it
-    target_ids_bt: Tensor
-    trained_n: Tensor  # places on the axis t where the mask is True, of this rank's part
-    row_n: Tensor  # their places in `input_ids_br`
-    lengths: tuple[int, ...]  # of the sequences, along t
+    target_ids_bt: Tensor  # the tokens that are predicted
+    trained_n: Tensor  # places on the axis t where the mask is True, in this rank's part
+    row_n: Tensor  # places in `input_ids_br` of the positions that predict these
+    lengths: tuple[int, ...]  # positions of each sequence along t
     unbiased_bt: Tensor  # True on sampled tokens of unbiased samples
-    places: tuple[int, ...]  # of the sequences among the packed samples
-    max_tokens: int  # most trained tokens of those micro-batches that ranks run at the same time
-    images: tuple[Image, ...] = ()  # of the row, each with its first place there
+    places: tuple[int, ...]  # places of the sequences among the samples that `divide` got
+    max_tokens: int  # most trained tokens of the micro-batches that ranks run at the same time
+    images: tuple[Image, ...] = ()  # the row's images; `start` of each is its place in the row
 
 
 def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) -> list[list[int]]:
@@ -52,15 +54,15 @@ def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) ->
     are fewer groups; groups[i] is the group of sample i.
     """
     distinct = sorted(set(groups))
-    shuffles = random.Random(seed)
+    generator = random.Random(seed)
     count = min(count, len(distinct))
-    parts = []
+    updates = []
     for _ in range(epochs):
-        dealt = shuffles.sample(distinct, len(distinct))
+        shuffled = generator.sample(distinct, len(distinct))
         for first in range(count):
-            chosen = set(dealt[first::count])
-            parts.append([place for place, group in enumerate(groups) if group in chosen])
-    return parts
+            chosen = set(shuffled[first::count])
+            updates.append([place for place, group in enumerate(groups) if group in chosen])
+    return updates
 
 
 def divide(
@@ -79,16 +81,21 @@ def divide(
     ranks run similar ones at a time. A rank that has fewer of them runs a masked position.
 
     Args:
+        samples: the samples of one update.
         micro_batch_tokens: positions that a micro-batch may have.
+        num_ranks: number of ranks that compute different rows.
         row_tokens: positions after which a row gets longer only where much is shared.
-        cost: of a sequence, by its positions.
-        unit: samples, one after another, that stay so, in one micro-batch.
+        cost: computes what a sequence costs, from its number of positions.
+        packer: decides which sequences come together.
+        unit: number of consecutive samples that stay together, in this order, in one micro-batch.
 
     Returns:
-        result[rank][i], which builds the TrainBatch on that rank's device.
+        result[rank][i]: the rank's micro-batch i, still to be built on its device.
     """
-    # Everything below is in the packer's order; `places` leads back to `samples`.
-    firsts = [samples[start] for start in range(0, len(samples) // unit * unit, unit)]
+    # Everything below is in the packer's order; `places` leads back to `samples`. A unit is ordered
+    # by its first sample.
+    num_units = len(samples) // unit
+    firsts = [samples[number * unit] for number in range(num_units)]
     places = members_of_units(packer.order(firsts), unit)
     packed = [samples[place] for place in places]
     trained = [sample.sequence.mask[1:].count(True) for sample in packed]
@@ -102,13 +109,14 @@ def divide(
         unit=unit,
     )
 
-    nothing = (0.0, 0.0)
-    columns = dict.fromkeys(packed[0].columns, nothing)
-    blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=columns)
+    # Ranks run their rows i at the same time: rows without samples make their numbers equal.
+    blank = _blank(packed[0])
     result: list[list[PackedRow]] = [[] for _ in plans]
-    for row_of_each in itertools.zip_longest(*plans, fillvalue=[]):
-        max_tokens = max(sum(trained[number] for number in row) for row in row_of_each)
-        for rows, row in zip(result, row_of_each, strict=True):
+    for rows_of_ranks in itertools.zip_longest(*plans, fillvalue=[]):
+        max_tokens = 0
+        for row in rows_of_ranks:
+            max_tokens = max(max_tokens, sum(trained[number] for number in row))
+        for rank, row in enumerate(rows_of_ranks):
             numbers = sorted(row) if packer.in_order else row
             packed_row = PackedRow(
                 samples=[packed[number] for number in numbers] or [blank],
@@ -118,8 +126,15 @@ def divide(
                 num_tokens_global=sum(trained),
                 num_sequences_global=len(trained) - trained.count(0),
             )
-            rows.append(packed_row)
+            result[rank].append(packed_row)
     return result
+
+
+def _blank(sample: TrainSample) -> TrainSample:
+    """Make a sample without a trained token, with the columns of another."""
+    zeros = (0.0, 0.0)
+    columns = dict.fromkeys(sample.columns, zeros)
+    return TrainSample(sequence=_NO_TOKENS, advantages=zeros, columns=columns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +142,9 @@ class PackedRow:
     """The samples of one micro-batch: small enough to be sent to the rank that computes it."""
 
     samples: Sequence[TrainSample]  # in their order in the row
-    places: tuple[int, ...]  # of these among all samples; () for a blank
+    places: tuple[int, ...]  # their places among all samples; () for a row without samples
     packer: Packer
-    max_tokens: int  # these three as in TrainBatch
+    max_tokens: int  # this field and the next two are those of TrainBatch
     num_tokens_global: int
     num_sequences_global: int
 
@@ -139,25 +154,26 @@ class PackedRow:
 
         def along_t(name: str) -> Tensor:
             """Concatenate a column of all sequences along the next-token axis: [1, t]."""
-            return torch.from_numpy(np.concatenate([arrays[name][1:] for arrays in arrays_of]))[
-                None
-            ]
+            columns = [arrays[name][1:] for arrays in arrays_of]  # nothing predicts a first token
+            return torch.from_numpy(np.concatenate(columns))[None]
 
         def on_device(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        ids = [arrays["token_ids"][:-1] for arrays in arrays_of]  # the last token is not read
+        # Lay the tokens that are read into the row: no position reads a sequence's last token.
+        ids = [arrays["token_ids"][:-1] for arrays in arrays_of]
         starts = self.packer.starts(self.samples)
         row = _lay_out(ids, starts, device, part)
         input_ids_br = part.of_row(torch.from_numpy(row.ids_r)[None])
 
-        # Where the positions that predict a trained token are, in this rank's part of the row.
+        # Find the positions that predict a trained token, in this rank's part of the row.
         mask_bt = along_t("mask")
         trained_n = mask_bt[0].nonzero()[:, 0]
         size = input_ids_br.shape[1]
         row_n = torch.from_numpy(np.concatenate(row.places))[trained_n] - part.number * size
         is_here = (row_n >= 0) & (row_n < size)
 
+        # Number the samples along t.
         lengths = tuple(map(num_positions, self.samples))
         sample_bt = torch.arange(len(self.samples)).repeat_interleave(torch.tensor(lengths))[None]
         is_unbiased = torch.tensor([sample.is_unbiased for sample in self.samples])
@@ -183,11 +199,11 @@ class PackedRow:
 
 
 class _Layout(NamedTuple):
-    """Where the tokens of a row lie."""
+    """The tokens of a row, and the places of its sequences."""
 
     segments: Segments
     ids_r: np.ndarray  # token ids, int64 [row]
-    places: list[np.ndarray]  # of each sequence's positions in the row, [its length]
+    places: list[np.ndarray]  # places in the row of each sequence's positions, [its length]
 
 
 def _lay_out(
@@ -195,13 +211,13 @@ def _lay_out(
 ) -> _Layout:
     """Lay sequences of token ids one after another.
 
-    Each leaves out its first `starts` positions, as the one before has them.
+    Each leaves out its first `starts` positions, which it shares with the sequence before.
     """
     added = [ids[start:] for ids, start in zip(sequences, starts, strict=True)]
     lengths = [len(ids) for ids in sequences]
     starts = list(starts)
 
-    # Ranks that divide a row have parts of the same size: a sequence of zeros fills the last.
+    # Ranks that divide a row have parts of equal size: a sequence of zeros fills the last part.
     padding = -sum(map(len, added)) % part.size
     if padding:
         added.append(np.zeros(padding, np.int64))
@@ -209,15 +225,22 @@ def _lay_out(
         starts.append(0)
     places = row_places(lengths, starts)
 
-    # A sequence that adds nothing has no segment.
-    new = [number for number, ids in enumerate(added) if len(ids)]
+    # A sequence that adds nothing to the row has no segment: the one before has all its positions.
+    segment_lengths = []
+    segment_starts = []
+    segment_places = []
+    for number, ids in enumerate(added):
+        if len(ids):
+            segment_lengths.append(len(ids))
+            segment_starts.append(starts[number])
+            segment_places.append(places[number])
     key_places = None
     if any(starts):
-        key_places = torch.from_numpy(np.concatenate([places[number] for number in new]))
+        key_places = torch.from_numpy(np.concatenate(segment_places))
     segments = Segments(
-        lengths=tuple(len(added[number]) for number in new),
+        lengths=tuple(segment_lengths),
         device=device,
-        starts=tuple(starts[number] for number in new),
+        starts=tuple(segment_starts),
         key_places=key_places,
         part=part,
     )
@@ -225,16 +248,19 @@ def _lay_out(
 
 
 def row_places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
-    """List each sequence's places in the row, [its length]: the shared ones first, then its own."""
-    rows: list[np.ndarray] = []
-    before = np.arange(0)
-    size = 0  # of the row so far
+    """List the places in the row of each sequence's positions: arrays of its length.
+
+    The first `starts` places are those of the sequence before; the others follow in the row.
+    """
+    result: list[np.ndarray] = []
+    places = np.arange(0)
+    size = 0  # positions of the row so far
     for length, start in zip(lengths, starts, strict=True):
         end = size + length - start
-        before = np.concatenate([before[:start], np.arange(size, end)])
-        rows.append(before)
+        places = np.concatenate([places[:start], np.arange(size, end)])
+        result.append(places)
         size = end
-    return rows
+    return result
 
 
 def _images(
@@ -242,10 +268,10 @@ def _images(
 ) -> tuple[Image, ...]:
     """List the images of a row in order, those of a shared prefix once."""
     images = []
-    for number, sample in enumerate(samples):
+    for sample, sample_places, start in zip(samples, places, starts, strict=False):
         for image in sample.sequence.images:
-            if image.start >= starts[number]:
-                place = int(places[number][image.start])
+            if image.start >= start:  # else the sequence before has it
+                place = int(sample_places[image.start])
                 images.append(dataclasses.replace(image, start=place))
     return tuple(images)
 
@@ -265,13 +291,14 @@ def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
 def unpack(
     batch: TrainBatch, columns: Mapping[str, Tensor]
 ) -> dict[int, dict[str, tuple[float, ...]]]:
-    """Collect one number per token and column of each sample: result[place][column][token].
+    """Divide columns of a batch among its samples: result[place][column][token].
 
     A sample's first token, which nothing predicts, has 0.0.
     """
     result: dict[int, dict[str, tuple[float, ...]]] = {place: {} for place in batch.places}
     for name, values_bt in columns.items():
         parts = torch.split(values_bt[0].cpu(), list(batch.lengths))
-        for place, values_t in zip(batch.places, parts, strict=False):  # a blank has no place
+        # A row without samples has a position, but no place.
+        for place, values_t in zip(batch.places, parts, strict=False):
             result[place][name] = (0.0, *values_t.tolist())
     return result

@@ -1,7 +1,10 @@
-"""Checkpoints of a run: folders with tensors, state.json and, written last, COMPLETE with the checksum of both."""
+"""Checkpoints of a run: write them while it trains, and read the newest when it goes on.
+
+A checkpoint is a folder RUN/checkpoints/step_N with tensors, state.json and, written last, COMPLETE
+with the checksum of both.
+"""
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -28,33 +31,59 @@ from hocket.protocol.manifest import COMPLETE_FILE
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
-CTRL_C = (
-    signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT
-)  # as launchers pass it on to rank 0
-_STAGES = ("sft", "rm", "dpo")  # parts of their checkpoints, too
-_SIZES = (f"{command}.batch_size." for command in _STAGES)
-# Settings that a resumed run keeps.
-_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "dpo.reference.", *_SIZES)
-_LOGS = ("trace.json", "tensorboard", "wandb", "skipped", TRAINED)
-_FILES = (*GROWING, *_LOGS, SUMMARY, "report.html", "plugins", PLUGINS)
-_OF_A_RUN = (*_FILES, ROLLOUTS, "weights", "deltas", "best", FOLDER)
+
+# Launchers of several ranks pass a Ctrl-C on to rank 0 as SIGUSR1.
+CTRL_C = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT
+
+# Commands that train beside `train`. The name of each is that of a part of its checkpoints.
+_STAGES = ("sft", "rm", "dpo")
+
+# Prefixes of the settings that a resumed run must not change.
+_FIXED_SETTINGS = (
+    "model.",
+    "data.",
+    "curriculum.",
+    "trainer.seed.",
+    "dpo.reference.",
+    "sft.batch_size.",
+    "rm.batch_size.",
+    "dpo.batch_size.",
+)
+
+# Files and folders that a run writes into its folder. A user's other files are left alone.
+_FILES = (
+    *GROWING,
+    "trace.json",
+    "tensorboard",
+    "wandb",
+    "skipped",
+    TRAINED,
+    SUMMARY,
+    "report.html",
+    "plugins",
+    PLUGINS,
+)
+_RUN_FILES = (*_FILES, ROLLOUTS, "weights", "deltas", "best", FOLDER)
+
+# Patterns of all that a run without a complete step may have written.
 _NUMBER = "[0-9]" * 6
-_ROLLOUTS = (f"rollouts/step_{_NUMBER}.jsonl", f"rollouts/eval_{_NUMBER}.jsonl")
-_OF_A_START = (
+_START_PATTERNS = (
     *_FILES,
-    *_ROLLOUTS,
+    f"rollouts/step_{_NUMBER}.jsonl",
+    f"rollouts/eval_{_NUMBER}.jsonl",
     "best",
     f"weights/v{_NUMBER}",
     f"deltas/v{_NUMBER}",
-)  # what a run without a step has left
+)
 
-TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
+TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]
+"""Trainer.state: passes each bucket of tensors to its argument, and returns the other state."""
 
 log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """A part of a run with a state ready for JSON."""
+    """A part of a run that can be saved: its state is ready for JSON."""
 
     def state(self) -> Mapping[str, Any]: ...
 
@@ -63,35 +92,45 @@ class Resumable(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A complete checkpoint, but for its tensors."""
+    """A complete checkpoint, except for its tensors."""
 
     folder: Path
-    step: int
-    config: Mapping[str, Any]
-    metrics: Mapping[str, float]
+    step: int  # the last step before it was written
+    config: Mapping[str, Any]  # the run's settings at that time
+    metrics: Mapping[str, float]  # metrics of that step
     trainer: Mapping[str, Any]  # the trainer's state beside its tensors
-    parts: Mapping[str, Mapping[str, Any]]  # name → state
-    day: str = ""  # on which the run began
+    parts: Mapping[str, Mapping[str, Any]]  # states of the run's other parts, by their names
+    day: str = ""  # the day on which the run began, which chat templates may show
 
     def restore(self, parts: Mapping[str, Resumable]) -> None:
+        """Restore the states of all parts, by their names."""
         for name, part in parts.items():
             part.restore(self.parts[name])
 
 
+# Reading
+
+
 def read(folder: Path, *, whole: bool = True) -> Saved:
-    """Read one checkpoint. Raise ConfigError where it is not as it was written; but for `whole` no tensor is read."""
+    """Read one checkpoint. Raises ConfigError if it is incomplete or damaged.
+
+    Args:
+        folder: the checkpoint.
+        whole: whether to read all tensors, too, and compare the checksum.
+    """
     from safetensors import SafetensorError
 
     try:
-        mark = (folder / COMPLETE_FILE).read_text(encoding="utf-8")
+        checksum = (folder / COMPLETE_FILE).read_text(encoding="utf-8")
         text = (folder / STATE_FILE).read_text(encoding="utf-8")
         saved = Saved(folder=folder, **json.loads(text))
-        if whole and mark != manifest.total_checksum(
-            manifest.specs(manifest.tensors(folder)), text
-        ):
-            raise ValueError(
-                "something has changed its files, the disk is failing, or an earlier hocket wrote it"
-            )
+        if whole:
+            specs = manifest.specs(manifest.tensors(folder))
+            if checksum != manifest.total_checksum(specs, text):
+                raise ValueError(
+                    "something has changed its files, the disk is failing, "
+                    "or an earlier hocket wrote it"
+                )
         return saved
     except (OSError, SafetensorError, *DAMAGED) as error:
         raise ConfigError(
@@ -100,48 +139,82 @@ def read(folder: Path, *, whole: bool = True) -> Saved:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first."""
-    return [*numbered(folder, "step_*", COMPLETE_FILE).values()]
+    """List the complete checkpoints in a folder, oldest first."""
+    return list(numbered(folder, "step_*", COMPLETE_FILE).values())
 
 
 def find(
     config: Config, say: Callable[[str], None], *, dry_run: bool = False, command: str = "train"
 ) -> Saved | None:
-    """Return the newest undamaged checkpoint with checkpoint.resume; where there is none at all, `make_room`."""
+    """Find the checkpoint that a run goes on from: the newest that is not damaged.
+
+    Without any, or without checkpoint.resume, the run begins: `make_room`, and the result is None.
+
+    Args:
+        config: the settings of the run.
+        say: prints a line.
+        dry_run: change no file.
+        command: the command that wants to go on.
+
+    Raises:
+        ConfigError: all checkpoints are damaged, or the newest is of another run.
+    """
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
         make_room(config.run_dir, say, resume=config.checkpoint.resume, dry_run=dry_run)
         DAY.begin()
         return None
-    while True:
-        try:
-            saved = read(folders.pop())
-            break
-        except ConfigError as error:
-            if not folders:
-                raise
-            say(f"WARNING: {error}; the one before is taken")
-    of = next((name for name in _STAGES if name in saved.parts), "train")
-    if of != command:
-        advice = f"choose another run.dir; model.path={config.run_dir} names its model"
-        raise ConfigError(f"can't go on from {saved.folder}: it is of {of}; {advice}")
+    saved = _newest_undamaged(folders, say)
+    _check_command(saved, command, config.run_dir)
+
+    # Name each changed setting, and refuse those that make another run of it.
     line = f"going on from {saved.folder}"
     for key, (before, now) in config.changes(saved.config).items():
-        if f"{key}.".startswith(_SAME):
-            what = f"{key} was {before!r}, {now!r} is another run; set it as it was, or choose another run.dir"
-            raise ConfigError(f"can't go on from {saved.folder}: {what}")
+        if f"{key}.".startswith(_FIXED_SETTINGS):
+            raise ConfigError(
+                f"can't go on from {saved.folder}: {key} was {before!r}, {now!r} is another run; "
+                "set it as it was, or choose another run.dir"
+            )
         line += f"; {key} was {before!r} and is {now!r}"
     say(line)
     DAY.go_on(saved.day)
     return saved
 
 
+def _newest_undamaged(folders: list[Path], say: Callable[[str], None]) -> Saved:
+    """Read the last of these checkpoints that is not damaged."""
+    while True:
+        try:
+            return read(folders.pop())
+        except ConfigError as error:
+            if not folders:
+                raise
+            say(f"WARNING: {error}; the one before is taken")
+
+
+def _check_command(saved: Saved, command: str, run_dir: Path) -> None:
+    """Raise ConfigError if another command wrote the checkpoint."""
+    written_by = "train"
+    for stage in _STAGES:
+        if stage in saved.parts:
+            written_by = stage
+            break
+    if written_by != command:
+        advice = f"choose another run.dir; model.path={run_dir} names its model"
+        raise ConfigError(f"can't go on from {saved.folder}: it is of {written_by}; {advice}")
+
+
+# Beginning a run
+
+
 def refuse_taken(run_dir: Path, *, resume: bool) -> int:
-    """Count the steps of the run in a folder; raise ConfigError for any, but to `resume`."""
+    """Count the steps of the run in a folder. Raises ConfigError for any, except to `resume`."""
     with reading(run_dir / METRICS):
         rows = read_metrics(run_dir)
         kept = numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE)
-        steps: int = max([0, *kept, *map(step_of, rows)])
+        steps: int = max(kept, default=0)
+        for row in rows:
+            steps = max(steps, step_of(row))
     if steps and not resume:
         advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
         if not kept:
@@ -155,48 +228,83 @@ def refuse_taken(run_dir: Path, *, resume: bool) -> int:
 def make_room(
     run_dir: Path, say: Callable[[str], None], *, resume: bool = False, dry_run: bool = False
 ) -> None:
-    """Remove a run without a step, move another one aside (`resume`), or raise ConfigError; `dry_run`: only say it."""
+    """Make room for a new run: remove a run without a step, or move one without a checkpoint aside.
+
+    Args:
+        run_dir: the run's folder.
+        say: prints a line about moved files.
+        resume: False: raise ConfigError for a run with steps, which would be moved.
+        dry_run: change no file.
+    """
     steps = refuse_taken(run_dir, resume=resume)
-    there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
+    paths = [run_dir / name for name in _RUN_FILES]
+    present = [path for path in paths if path.exists()]
+
+    # A run that ended before its first step has nothing worth keeping.
     if steps == 0 and (run_dir / METRICS).exists():
         if dry_run:
             return
-        for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
-            if path.is_dir():
-                remove_folder(path)
-            else:
-                path.unlink()
-    elif there and resume:
+        for pattern in _START_PATTERNS:
+            for path in run_dir.glob(pattern):
+                if path.is_dir():
+                    remove_folder(path)
+                else:
+                    path.unlink()
+    elif present and resume:
         aside = unused(run_dir / "aside")
         begins = f"{run_dir} has no complete checkpoint: the run begins again"
         if dry_run:
             say(f"{begins}, and what is there is moved to {aside}")
             return
         aside.mkdir()
-        for path in there:
+        for path in present:
             path.rename(aside / path.name)
         say(f"{begins}; what was there is in {aside}")
 
 
+# Writing
+
+
 def write_bucket(folder: Path, bucket: Mapping[str, Any]) -> None:
-    """Write one more file; raises OSError."""
-    from safetensors import SafetensorError  # which imports torch
+    """Write tensors as one more file of a checkpoint. Raises OSError."""
+    from safetensors import SafetensorError  # imported late: these import torch
     from safetensors.torch import save_file
 
+    number = len(list(folder.iterdir()))
     try:
-        save_file(dict(bucket), folder / f"state_{len(list(folder.iterdir())):05d}.safetensors")
-    except SafetensorError as error:  # names the disk's error in words only
+        save_file(dict(bucket), folder / f"state_{number:05d}.safetensors")
+    except SafetensorError as error:  # an error of the disk, which it has only in its message
         raise OSError(str(error)) from error
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
-    """Writes the checkpoints of one run; leaving it waits for one that is being written.
+    """Writes the checkpoints of one run.
 
-    With checkpoint.async a thread writes them; its errors are raised at the next step. Another one calls `after` with
-    each complete one; so are its errors. `last`: step of the newest, 0 before any. `kept`: a step whose checkpoint
-    stays.
+    `copy` copies the trainer's state while the trainer is idle; `complete` adds the step's metrics
+    and the states of all other parts. With checkpoint.async a thread writes the files meanwhile,
+    and its errors are raised at the next step. Another thread then calls each function of `after`
+    with the folder, and its errors are raised in the same way. Leaving the context waits for both.
 
-    The first Ctrl-C has the step write one; then `complete` raises KeyboardInterrupt.
+    The first Ctrl-C has the running step write a checkpoint; `complete` then raises
+    KeyboardInterrupt.
+
+    Example: a loop that writes a checkpoint every checkpoint.every_steps steps.
+
+        with Checkpoints(config, trainer.state, {"prompts": prompts}) as checkpoints:
+            for step in range(1, steps + 1):
+                metrics = trainer.step(samples)
+                checkpoints.copy(step, last=step == steps)
+                checkpoints.complete(step, metrics)
+
+    Args:
+        config: the settings of the run.
+        state: `Trainer.state`.
+        parts: the other parts of the run with a state, by their names.
+        last: step of the newest checkpoint, 0 before any.
+        after: called with the folder of each complete checkpoint.
+
+    Attributes:
+        kept: a step whose checkpoint is not removed when it is old.
     """
 
     def __init__(
@@ -215,19 +323,21 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._parts = parts
         self.last = last
         self.kept = 0
-        self._interrupted = False
-        self._signals = ExitStack()
         self.after = after
-        self._copied: Mapping[str, Any] | None = (
-            None  # the trainer's state, until it is in a checkpoint
-        )
-        self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
-        self._specs: dict[str, TensorSpec] = {}  # of those that are written
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._later = ThreadPoolExecutor(1, "checkpoint-copy")
-        self._passed: list[Future[None]] = []  # calls of `after`
+        self._interrupted = False  # whether Ctrl-C was pressed
+        self._signals = ExitStack()  # gives the signal back to its handler before
+
+        # The checkpoint in work.
+        self._copied: Mapping[str, Any] | None = None  # the trainer's state, until `complete`
+        self._buckets: list[Mapping[str, Any]] = []  # copied tensors that wait for the thread
+        self._specs: dict[str, TensorSpec] = {}  # specs of the tensors that are written
+
+        # One thread writes a checkpoint; another calls `after`, and removes old ones.
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
+        self._follower = ThreadPoolExecutor(1, "checkpoint-copy")
+        self._after_calls: list[Future[None]] = []  # calls of `after` that may raise yet
 
     def __enter__(self) -> "Checkpoints":
         if self._settings.every_steps:
@@ -236,42 +346,50 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._signals.close()
-        self._thread.shutdown()
-        self._later.shutdown()
-        if kind is None:
+        self._writer.shutdown()
+        self._follower.shutdown()
+        if kind is None:  # an error of the run is worth more than those of its checkpoints
             self._writing.result()
-            self._raise_passed()
+            self._raise_after_errors()
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
-        """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint."""
-        every = self._settings.every_steps
-        if (
-            every == 0
-            or step == self.last
-            or not (last or self._interrupted or step // every > self.last // every)
-        ):
+        """Copy the idle trainer's state if a checkpoint is due at this step.
+
+        Returns time/checkpoint, the seconds that it took; {} if none is due. `last` marks the run's
+        last step, at which one is always due.
+        """
+        if not self._is_due(step, last):
             return {}
         start = time.perf_counter()
-        self._writing.result()
+        self._writing.result()  # the checkpoint before must be written
         self.last = step
         with self._disk_errors():
-            for leftover in self._root.glob(".*"):
+            for leftover in self._root.glob(".*"):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             partial_of(self._folder).mkdir(parents=True)
             self._specs.clear()
-            self._copied = self._state(
-                self._buckets.append if self._settings.in_background else self._write
-            )
+            take = self._buckets.append if self._settings.in_background else self._write
+            self._copied = self._state(take)
         return {"time/checkpoint": note("time/checkpoint", start)}
 
+    def _is_due(self, step: int, last: bool) -> bool:
+        every = self._settings.every_steps
+        if every == 0 or step == self.last:
+            return False
+        # Due once the steps have passed a multiple of `every` since the newest checkpoint.
+        return last or self._interrupted or step // every > self.last // every
+
     def complete(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Make a checkpoint of what `copy` took, metrics, and the state of all parts."""
+        """Write a checkpoint, if `copy` took the trainer's state, with metrics and all parts."""
+        # Raise errors of the threads.
         if self._writing.done():
             self._writing.result()
-        self._raise_passed()
+        self._raise_after_errors()
         if self._copied is None:
             return
+        # A metric that was not finite is None, and a checkpoint keeps numbers only.
         known = {name: value for name, value in metrics.items() if value is not None}
+
         state = {
             "step": step,
             "config": self._config.as_dict(),
@@ -281,18 +399,20 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
         self._copied = None
-        self._writing = self._thread.submit(self._finish, state)
+        self._writing = self._writer.submit(self._finish, state)
         if self._interrupted or not self._settings.in_background:
             self._writing.result()
         if self._interrupted:
             raise KeyboardInterrupt
 
     def _interrupt(self) -> None:
+        """Note a Ctrl-C, and write a line directly: a signal may have interrupted a print."""
         self._interrupted = True
-        os.write(
-            2,
-            b"\ninterrupted: after this step at the latest the run ends, with a checkpoint; Ctrl-C again ends it now\n",
+        line = (
+            b"\ninterrupted: after this step at the latest the run ends, with a checkpoint; "
+            b"Ctrl-C again ends it now\n"
         )
+        os.write(2, line)
 
     @property
     def _folder(self) -> Path:
@@ -303,47 +423,48 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         write_bucket(partial_of(self._folder), bucket)
 
     def _finish(self, state: Mapping[str, Any]) -> None:
+        """Write the tensors that wait, then the state; in the thread of `_writer`."""
         partial = partial_of(self._folder)
         with self._disk_errors():
             while self._buckets:
-                self._write(self._buckets.pop(0))
+                self._write(self._buckets.pop(0))  # each is freed when it is written
             text = json.dumps(state)
             (partial / STATE_FILE).write_text(text, encoding="utf-8")
-            (partial / COMPLETE_FILE).write_text(
-                manifest.total_checksum(self._specs, text), encoding="utf-8"
-            )
+            checksum = manifest.total_checksum(self._specs, text)
+            (partial / COMPLETE_FILE).write_text(checksum, encoding="utf-8")
             complete_folder(self._folder)
-        self._passed += [self._later.submit(one, self._folder) for one in self.after]
-        self._later.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
+        for function in self.after:
+            self._after_calls.append(self._follower.submit(function, self._folder))
+        self._follower.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
 
     def _tidy(self, newest: Path, kept: str) -> None:
-        """Remove old checkpoints, but none after `newest`, which are not passed on yet."""
-        known = [folder for folder in complete(self._root) if folder <= newest]
-        for old in known[: -self._settings.keep]:
-            if old.name != kept:
-                try:
-                    remove_folder(old)
-                except OSError as error:
-                    log.warning(
-                        "can't remove %s: %s; it is tried again with the next checkpoint",
-                        old,
-                        error,
-                    )
+        """Remove old checkpoints. Those after `newest` don't count: `after` has not seen them."""
+        folders = [folder for folder in complete(self._root) if folder <= newest]
+        for old in folders[: -self._settings.keep]:
+            if old.name == kept:
+                continue
+            try:
+                remove_folder(old)
+            except OSError as error:
+                line = "can't remove %s: %s; it is tried again with the next checkpoint"
+                log.warning(line, old, error)
 
-    def _raise_passed(self) -> None:
-        """Raise what a call of `after` has raised."""
-        done = [call for call in self._passed if call.done()]
-        self._passed = [call for call in self._passed if not call.done()]
-        for call in done:
+    def _raise_after_errors(self) -> None:
+        """Raise the error of a call of `after` that has ended."""
+        ended = [call for call in self._after_calls if call.done()]
+        self._after_calls = [call for call in self._after_calls if not call.done()]
+        for call in ended:
             call.result()
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
+        """Raise an error of the disk as a TrainerError, without the files of this checkpoint."""
         try:
             yield
         except OSError as error:
             shutil.rmtree(partial_of(self._folder), ignore_errors=True)
-            advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir, or checkpoint.every_steps=0"
+            advice = remedy(error) or "is the disk well?"
             raise TrainerError(
-                f"can't write a checkpoint to {self._root}: {error}; {advice}"
+                f"can't write a checkpoint to {self._root}: {error}; {advice}; "
+                "or set another run.dir, or checkpoint.every_steps=0"
             ) from error

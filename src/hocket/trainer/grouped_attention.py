@@ -1,8 +1,11 @@
 """Attention where the kernel for packed rows can't run: on CPUs, in float32, with sinks or chunks.
 
-One mask over a whole row would cost (Σ n)² pairs of tokens, of which only Σ n² are needed: so
-computed, a step of a small model on a CPU takes 2 to 9 times as long. Here segments of similar
-lengths are padded to one length and computed together, group by group.
+One mask over a whole row would compute (Σ n)² pairs of tokens, and only Σ n² are needed: a step of
+a small model on a CPU would take 2 to 9 times as long. Here segments of similar lengths are padded
+to one length and computed together, group by group.
+
+In the names of tensors s is the segments of a group, q and k their queries and keys, l either of
+them; r is the row, h the heads, d the dimension of a head.
 """
 
 import dataclasses
@@ -13,31 +16,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-ROUND = 32  # segments are in one group if their lengths, rounded up to a multiple, are equal
+# Segments are in one group if their lengths are equal once rounded up to a multiple of this.
+ROUND = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
     """How far back a position sees within its sequence."""
 
-    window: int | None = None  # positions that one sees, itself included; None: all
-    chunk: int | None = None  # positions; chunks of a sequence don't see each other; None: one
+    window: int | None = None  # number of positions that a position sees, itself included; or all
+    chunk: int | None = None  # size of the chunks of a sequence, which don't see each other
 
     @property
     def is_unbounded(self) -> bool:
+        """Whether a position sees all positions before it."""
         return self.window is None and self.chunk is None
 
     def within(self, length: int) -> "Reach":
-        """Leave out the bounds that no sequence of up to `length` positions comes to."""
-        window = None if self.window is None or self.window >= length else self.window
-        chunk = None if self.chunk is None or self.chunk >= length else self.chunk
-        return Reach(window, chunk)
+        """Leave out the bounds that don't matter in sequences of up to `length` positions."""
+        return Reach(_smaller(self.window, length), _smaller(self.chunk, length))
+
+
+def _smaller(bound: int | None, length: int) -> int | None:
+    if bound is None or bound >= length:
+        return None
+    return bound
 
 
 class SegmentGroup(NamedTuple):
-    """Segments that are computed together; the last position of a shorter one is repeated."""
+    """Segments that are computed together. Padding repeats the last position of a shorter one."""
 
-    queries: Tensor  # places in the row, [segments, queries]
+    queries: Tensor  # places of the queries in the row, [segments, queries]
     keys: Tensor  # places in the row of the keys that each segment sees, [segments, keys]
     positions: Tensor | None
     """Positions of the queries in their sequences, [segments, queries].
@@ -73,7 +82,7 @@ def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | Non
 
     `lengths`, `ends` and `key_places` are those of `Segments`.
     """
-    # Segments by their numbers of queries and of keys, both rounded up.
+    # Group the segments by their numbers of queries and of keys, both rounded up.
     members_of: dict[tuple[int, int], list[int]] = {}
     for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
         size = (_rounded_up(length), _rounded_up(end))
@@ -85,13 +94,13 @@ def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | Non
     last_key_s = ends_s.cumsum(0) - 1  # in `key_places`
     restore = torch.empty(sum(lengths), dtype=torch.long)
     groups = []
-    num_results = 0  # of the groups so far, padding included
+    num_results = 0  # results of the groups so far, padding included
     for _, members in sorted(members_of.items()):
         members_s1 = torch.tensor(members)[:, None]
         lengths_s1 = lengths_s[members_s1]
         ends_s1 = ends_s[members_s1]
 
-        # Places are counted back from the last position, which stands for the padding, too.
+        # Count the places back from the last position, which also stands for the padding.
         steps_back_sq = _steps_back(lengths_s1)
         queries_sq = last_query_s[members_s1] - steps_back_sq
         keys_sk = queries_sq  # each segment sees its own positions
@@ -102,7 +111,7 @@ def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | Non
             positions_sq = ends_s1 - 1 - steps_back_sq
         groups.append(SegmentGroup(queries_sq, keys_sk, positions_sq))
 
-        # Results of the padding are in no place of the row.
+        # The row takes no results of the padding.
         is_real_sq = torch.arange(queries_sq.shape[1]) < lengths_s1
         restore[queries_sq[is_real_sq]] = num_results + is_real_sq.flatten().nonzero()[:, 0]
         num_results += is_real_sq.numel()
@@ -140,8 +149,8 @@ def attend_in_groups(
         is_causal = group.positions is None and not is_bounded and sinks_h is None
         mask = None if is_causal else group.mask(reach)
         if sinks_h is not None:
-            # A sink is a key before all others that each position sees, with value 0 and a logit of
-            # its own: by a further dimension of queries and keys, padded to 8 as kernels want it.
+            # A sink is a key before all others that each position sees, with value 0. Its logit
+            # comes from a further dimension of queries and keys, padded to 8 as kernels want it.
             query_shld = pad(query_shld, (0, 8))
             key_shld = pad(key_shld, (0, 8, 1, 0))
             query_shld[..., -1] = sinks_h[:, None] / scaling
@@ -149,7 +158,7 @@ def attend_in_groups(
             value_shld = pad(value_shld, (0, 0, 1, 0))
             mask = pad(cast(Tensor, mask), (1, 0), value=True)
         if on_gpu:
-            # The only kernel there without n² memory wants as many heads of keys as of queries.
+            # The only GPU kernel that needs no n² memory wants as many heads of keys as of queries.
             repeats = query_shld.shape[1] // key_shld.shape[1]
             key_shld = key_shld.repeat_interleave(repeats, dim=1)
             value_shld = value_shld.repeat_interleave(repeats, dim=1)

@@ -1,4 +1,4 @@
-"""Name what went wrong in a step: what was not finite, or did not fit into memory."""
+"""Name the cause of a failed step: a number that was not finite, or a full memory."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,44 +18,82 @@ from hocket.trainer.choices import RECOMPUTATIONS
 from hocket.trainer.step import Update
 from hocket.types import TrainSample
 
-MAX_SKIPPED_STEPS = 5  # in a row; then the run stops
-MAX_KEPT = 8  # batches of skipped steps in a folder
-LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
-MADE = ("advantages", "returns")  # of rewards and other columns, which have the cause
-CAUSES = {
+MAX_SKIPPED_STEPS = 5  # steps in a row without an update, after which the run stops
+MAX_KEPT = 8  # batches of skipped steps that a folder keeps
+LARGEST = 1e5  # a larger number of a sample is extreme
+
+# Columns that are computed from rewards and other columns. If these are extreme, too, the cause
+# is there.
+DERIVED = ("advantages", "returns")
+
+# What to do about an extreme number, by its column.
+REMEDIES = {
     "advantages": "Look for extreme rewards, and at what algorithm.advantage makes of them",
     "returns": "Look for extreme rewards, and at what algorithm.advantage makes of them",
     "rollout_logprobs": "The server should not have sent such log-probs: look at its log",
 }
 _NO_ROOM = r"out of memory|allocate memory|ALLOC_FAILED|MemoryError"
+_PASSES = {"forward": "forward pass", "backward": "backward pass"}  # by the engine's methods
 
 
-def first_fault(samples: Sequence[TrainSample], done: Sequence[Update]) -> str:
-    """Name the first number that was extreme or not finite, and the remedy."""
-    found = [
-        (float(np.where(np.isnan(values), np.inf, np.abs(values)).max(initial=0.0)), index, name)
-        for index, sample in enumerate(samples)
-        for name, values in sample.numbers.items()
-    ]
-    size, index, column = max(found, key=lambda one: (one[0] > LARGEST, one[2] not in MADE, one[0]))
-    if size > LARGEST:
-        where = f"{column} of {samples[index].id or f'sample {index}'}"
-        return f"{where}. {CAUSES.get(column, 'Look at the model that gave them')}: up to {size:g}"
-    update = next(update for update in done if update.is_faulty)
+class _Extreme(NamedTuple):
+    """The largest number of one column of a sample."""
+
+    size: float  # absolute; infinite for NaN, too
+    sample: TrainSample
+    number: int  # place of the sample in its batch
+    column: str
+
+    def priority(self) -> tuple[bool, bool, float]:
+        """Rank extreme numbers first, then those that are not derived, then the largest."""
+        return self.size > LARGEST, self.column not in DERIVED, self.size
+
+
+def first_fault(samples: Sequence[TrainSample], updates: Sequence[Update]) -> str:
+    """Name the first number that was extreme or not finite, and the remedy.
+
+    Args:
+        samples: the batch.
+        updates: its updates, of which at least one is faulty.
+    """
+    # Numbers that came with the samples are the first in time.
+    extremes = []
+    for number, sample in enumerate(samples):
+        for column, values in sample.numbers.items():
+            sizes = np.where(np.isnan(values), np.inf, np.abs(values))
+            size = float(sizes.max(initial=0.0))
+            extremes.append(_Extreme(size, sample, number, column))
+    worst = max(extremes, key=_Extreme.priority)
+    if worst.size > LARGEST:
+        name = worst.sample.id or f"sample {worst.number}"
+        advice = REMEDIES.get(worst.column, "Look at the model that gave them")
+        return f"{worst.column} of {name}. {advice}: up to {worst.size:g}"
+
+    # Then come the loss and its terms, each parameter's gradient, and the norm of all.
+    update = next(update for update in updates if update.is_faulty)
     model = update.learner.name
-    bad = [
-        f"the {model}'s {term}" for term, value in update.totals.items() if not math.isfinite(value)
-    ]
-    bad += [f"the gradient of the {model}'s {parameter}" for parameter in update.bad_gradients]
-    bad.append(f"the norm of the {model}'s gradient")
-    return f"{bad[0]}. Lower {update.learner.rate}, and start from weights before the fault"
+    broken = []
+    for term, value in update.totals.items():
+        if not math.isfinite(value):
+            broken.append(f"the {model}'s {term}")
+    broken += [f"the gradient of the {model}'s {name}" for name in update.bad_gradients]
+    broken.append(f"the norm of the {model}'s gradient")
+    return f"{broken[0]}. Lower {update.learner.rate}, and start from weights before the fault"
 
 
 def keep_batch(
     path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]
 ) -> None:
-    """Write the samples as JSON (with NaN), one per line; remove the oldest such files."""
-    lines = ",\n".join(json.dumps(_row(sample, decode), ensure_ascii=False) for sample in samples)
+    """Write samples as JSON (with NaN), one per line, and remove the oldest files of this kind.
+
+    Args:
+        path: the new file. Its folder keeps MAX_KEPT files.
+        samples: the batch of a skipped update.
+        fault: the sentence of `first_fault`.
+        decode: makes text of token ids.
+    """
+    rows = [json.dumps(_row(sample, decode), ensure_ascii=False) for sample in samples]
+    lines = ",\n".join(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     head = f'"format": {FORMAT},\n"not_finite": {json.dumps(fault)}'
     write_atomically(path, f'{{{head},\n"samples": [\n{lines}\n]}}\n')
@@ -79,10 +118,9 @@ def _row(sample: TrainSample, decode: Callable[[list[int]], str]) -> dict[str, o
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return (
-        isinstance(error, RuntimeError | MemoryError)
-        and re.search(_NO_ROOM, repr(error)) is not None
-    )
+    """Check whether an error of Python, CUDA or torch means that memory is full."""
+    matches = re.search(_NO_ROOM, repr(error)) is not None
+    return matches and isinstance(error, RuntimeError | MemoryError)
 
 
 def out_of_memory(
@@ -94,28 +132,43 @@ def out_of_memory(
     longest: int,
     on_gpu: bool,
 ) -> TrainerError:
+    """Make a TrainerError that names the settings with which the work needs less memory.
+
+    Args:
+        error: the error for which `is_out_of_memory` holds.
+        config: the trainer's settings.
+        micro_batch_tokens: the size of a micro-batch now.
+        work: what the trainer was doing.
+        longest: positions of the longest sequence in it; 0 if it had no sequences.
+        on_gpu: whether the model is on a GPU.
+    """
+    # A pass of the engine says more than the method of the trainer.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == "hocket.trainer.engine":
-            work = {"forward": "forward pass", "backward": "backward pass"}.get(
-                frame.f_code.co_name, work
-            )
-    smaller = max(longest, micro_batch_tokens // 2)
-    fixes = {
-        f"trainer.micro_batch_tokens={smaller} (now {micro_batch_tokens})": longest > 0
-        and 10 * smaller <= 9 * micro_batch_tokens,
-        "trainer.gradient_checkpointing=true": longest > 0 and not config.gradient_checkpointing,
-        **{
-            f"trainer.gradient_checkpointing={name}": longest > 0
-            and config.gradient_checkpointing is True
-            for name in sorted(RECOMPUTATIONS.names)
-        },
-        "trainer.offload_optimizer=true": on_gpu and not config.offload_optimizer,
-        "trainer.zero_stage=3 on more ranks": True,
-        "model.lora={}": True,
-        "a lower server.gpu_memory_utilization, or launch.share_gpu=true, where a server is on this GPU": on_gpu,
-    }
-    advice = "; or ".join(fix for fix, helps in fixes.items() if helps)
-    asked = re.search(r"allocate [\d.]+ \w+", str(error))
-    return TrainerError(
-        f"out of memory in the {work}{f' (could not {asked[0]})' if asked else ''}; set {advice}"
-    )
+            work = _PASSES.get(frame.f_code.co_name, work)
+
+    # First the settings that cost least.
+    fixes = []
+    if longest > 0:
+        smaller = max(longest, micro_batch_tokens // 2)  # the longest sequence must still fit
+        if 10 * smaller <= 9 * micro_batch_tokens:
+            fixes.append(f"trainer.micro_batch_tokens={smaller} (now {micro_batch_tokens})")
+        if not config.gradient_checkpointing:
+            fixes.append("trainer.gradient_checkpointing=true")
+        if config.gradient_checkpointing is True:
+            names = sorted(RECOMPUTATIONS.names)
+            fixes += [f"trainer.gradient_checkpointing={name}" for name in names]
+    if on_gpu and not config.offload_optimizer:
+        fixes.append("trainer.offload_optimizer=true")
+    fixes.append("trainer.zero_stage=3 on more ranks")
+    fixes.append("model.lora={}")
+    if on_gpu:
+        fixes.append(
+            "a lower server.gpu_memory_utilization, or launch.share_gpu=true, "
+            "where a server is on this GPU"
+        )
+    advice = "; or ".join(fixes)
+
+    request = re.search(r"allocate [\d.]+ \w+", str(error))
+    size = f" (could not {request[0]})" if request else ""
+    return TrainerError(f"out of memory in the {work}{size}; set {advice}")

@@ -1,4 +1,4 @@
-"""What a step minimises, and what it measures for that before the update."""
+"""Define what a step minimizes, and the columns that it needs measured before the update."""
 
 import dataclasses
 import functools
@@ -19,69 +19,83 @@ from hocket.trainer.step import Learner
 from hocket.types import TokenSequence
 
 BatchLoss = Callable[..., LossOutput]
-"""(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss; of a scalar model:
-(values_bt with gradient, batch)."""
+"""Computes a micro-batch's share of the global loss.
+
+It takes (logprobs_bt with gradient, entropy_bt, batch); of a scalar model, (values_bt with
+gradient, batch).
+"""
 Measure = Callable[[TrainBatch], Tensor]
-"""Computes a column of a batch: a [b, t] number per target, 0 where the mask is False."""
+"""Computes a column of a batch: a number per target, [b, t], 0 where the mask is False."""
 AskServer = Callable[
     [Sequence[TokenSequence], str | None], Coroutine[Any, Any, Sequence[Sequence[float]]]
 ]
-"""(sequences, the servers' token) → a number per token, 0 where it was not sampled."""
+"""Requests a column from a server: (sequences, the servers' token) → a number per token, 0 where
+the token was not sampled."""
 
 
 class LoadingTrainer(Protocol):
-    """A trainer that is loading its models: what an auxiliary's `load` may use of it, and add to."""
+    """The attributes of a trainer that an auxiliary's `load` may use, and may add to."""
 
     device: torch.device
     setup: Setup
     policy: Policy
-    engine: DeepSpeedEngine  # of the policy
+    engine: DeepSpeedEngine  # trains the policy
     learners: list[Learner]  # the policy, then the auxiliary models that a step trains
-    tensors: list[Callable[[], Iterator[Tensor]]]  # of each model
-    columns: dict[
-        str, Measure
-    ]  # that can be measured so far: "logprobs" of the policy, then auxiliaries'
+    tensors: list[Callable[[], Iterator[Tensor]]]  # functions that list the tensors of each model
+    columns: dict[str, Measure]
+    """Columns that can be measured so far: "logprobs" of the policy, then the auxiliaries'."""
 
     def load_model(self, model: ModelConfig, kind: type[Policy]) -> Any:
-        """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
+        """Load a model onto this rank's CPU; ranks above 0 make meta tensors at ZeRO-3."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auxiliary:
-    """A column of numbers per token that an objective needs, measured before a step, with the model it takes."""
+    """A column that an objective needs, a number per token, and how to measure it before a step.
+
+    Either `load` returns what measures it in the trainer, or `ask` requests it from a server.
+    """
 
     column: str  # its name in `TrainSample.columns`
-    load: Callable[["LoadingTrainer"], Measure] | None = (
-        None  # adds what it loads to `learners` and `tensors`
-    )
-    ask: AskServer | None = None  # in place of `load`: rank 0 asks a server
-    model: ModelConfig | None = None  # of its own
+    load: Callable[["LoadingTrainer"], Measure] | None = None
+    """Loads a model, and adds it to the trainer's `learners` and `tensors`."""
+    ask: AskServer | None = None  # called on rank 0
+    model: ModelConfig | None = None  # the model that `load` loads, if not the policy
     learns: bool = False  # whether a step trains that model
-    delay: int = 0  # steps that it learns before the policy does
+    delay: int = 0  # steps that the model learns before the policy does
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A loss, how often a batch is used for it, and the columns that it needs."""
+    """A loss, how often a batch is used for it, and the columns that it needs.
 
-    loss: BatchLoss  # of the policy
-    kind: type[Policy] = Policy  # of the trained model
-    temperature: float = 1.0  # of the distribution whose log-probs the loss gets
-    epochs: int = 1
-    minibatches: int = 1  # of an epoch
-    unit: int = 1  # samples, one after another, that no micro-batch divides
+    Example: maximize the log-probs of all sampled tokens.
+
+        def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
+            return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={})
+
+        trainer = Trainer(config, objective=Objective(loss=loss))
+    """
+
+    loss: BatchLoss
+    kind: type[Policy] = Policy  # class of the trained model
+    temperature: float = 1.0  # temperature of the distribution whose log-probs the loss gets
+    epochs: int = 1  # times that a step goes through its batch
+    minibatches: int = 1  # updates per epoch
+    unit: int = 1  # consecutive samples that no micro-batch divides
     auxiliaries: Sequence[Auxiliary] = ()
-    statistics: TokenStatistics | None = None  # of the policy's tokens
+    statistics: TokenStatistics | None = None  # measured of the policy's tokens in each pass
 
     def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, Any]]:
         """List every model's config and skeleton, the policy's first."""
         result = [(policy, skeleton(policy, self.kind))]
         for auxiliary in self.auxiliaries:
-            if auxiliary.model is not None:
-                whole = skeleton(auxiliary.model)
-                result.append(
-                    (auxiliary.model, whole if auxiliary.learns else whole.requires_grad_(False))
-                )
+            if auxiliary.model is None:
+                continue
+            model = skeleton(auxiliary.model)
+            if not auxiliary.learns:
+                model = model.requires_grad_(False)
+            result.append((auxiliary.model, model))
         return result
 
 
@@ -92,7 +106,7 @@ COLUMNS: Registry[Callable[[Config], Auxiliary | None]] = Registry(
     values="hocket.trainer.critic",
 )
 column = COLUMNS.register
-"""Decorator of a function that returns what measures a column, or None where the config needs it not.
+"""Decorator of a function that makes the Auxiliary of a column, or None if the config needs none.
 
 Example: a plugin whose advantage grows with the policy's entropy before the step.
 
@@ -100,7 +114,10 @@ Example: a plugin whose advantage grows with the policy's entropy before the ste
     def entropies(config: Config) -> Auxiliary | None:
         if "entropies" not in choose("advantage", config.algorithm.advantage).needs:
             return None
-        return Auxiliary(column="entropies", load=lambda trainer: lambda batch: trainer.engine.forward(batch)[1])
+        return Auxiliary(column="entropies", load=load_entropies)
+
+    def load_entropies(trainer: LoadingTrainer) -> Measure:
+        return lambda batch: trainer.engine.forward(batch)[1]
 
     @advantage("curious", per="token", needs=("entropies",))
     def curious(rewards_t: Tensor, entropies_t: Tensor, bonus: float = 0.1) -> Tensor:
@@ -117,15 +134,16 @@ def old_policy(config: Config) -> Auxiliary | None:
 
 
 def configured(config: Config) -> Objective:
-    """Make the objective of the section `algorithm`, with the columns that it needs."""
+    """Make the objective that the config's section `algorithm` chooses."""
     algorithm = config.algorithm
     auxiliaries = []
     for make in COLUMNS.each():
         auxiliary = make(config)
         if auxiliary is not None:
             auxiliaries.append(auxiliary)
+    loss = functools.partial(policy_loss, config=algorithm.loss(config.rollout.max_tokens))
     return Objective(
-        loss=functools.partial(policy_loss, config=algorithm.loss(config.rollout.max_tokens)),
+        loss=loss,
         temperature=config.rollout.temperature,
         epochs=algorithm.epochs,
         minibatches=algorithm.minibatches,

@@ -1,8 +1,8 @@
 """Decide which sequences share a row, and which rank computes it.
 
 A row is the input of one forward pass: sequences one after another, without padding. A `Packer`
-decides which sequences come together. The plain way is here; prefixes.py has that of
-trainer.share_prefixes, by which a row has what sequences begin with in common once.
+decides which sequences come together. The plain packer is here; prefixes.py has the packer of
+trainer.share_prefixes, whose rows hold a prefix that sequences share only once.
 """
 
 import heapq
@@ -16,25 +16,27 @@ from hocket.common.registry import Registry
 from hocket.errors import TrainerError
 from hocket.types import TokenSequence, TrainSample
 
-SequenceRun = Sequence[int]  # numbers of sequences, one after another in the order of tokens
+SequenceRun = Sequence[int]
+"""Numbers of sequences that follow each other in the packer's order."""
 
 
 class Sizes(NamedTuple):
     """Sizes of sequences, in the packer's order."""
 
-    first: Sequence[float]  # of each where it is the first of a row
-    added: Sequence[float]  # of each where it follows right behind the one before
+    first: Sequence[float]  # size of each sequence where it is the first of a row
+    added: Sequence[float]  # what each adds to a row that has the sequence before it
 
     def of(self, run: SequenceRun) -> float:
+        """Compute the size of a run in one row."""
         return self.first[run[0]] + sum(self.added[number] for number in run[1:])
 
 
 class Packer:
-    """Packs sequences into rows, each whole: the plain way (trainer.share_prefixes=false).
+    """Packs sequences into rows, each sequence whole: the plain way (trainer.share_prefixes=false).
 
-    A subclass may have a row hold once what sequences begin with in common. It orders them, and
-    each adds to a row what it does not share with the one before. `trainer.share_prefixes` names
-    the subclass, with the options that `__init__` takes.
+    A subclass may let a row hold a prefix that sequences share only once. It orders the sequences,
+    and each adds to a row what it does not share with the sequence before. `trainer.share_prefixes`
+    names the subclass, with the options that `__init__` takes.
 
     Example: a plugin that shares whole sequences only, those that are equal but for the last token.
 
@@ -76,7 +78,7 @@ class Packer:
         return range(len(samples))
 
     def starts(self, samples: Sequence[TrainSample]) -> list[int]:
-        """Count the positions that each sequence, so ordered, has in common with the one before."""
+        """Count the positions that each sequence, in that order, shares with the one before."""
         return [0] * len(samples)
 
     def runs(
@@ -86,13 +88,17 @@ class Packer:
 
         A part has at most `most` positions, and more than `enough` only where much is shared.
         """
-        return [[number] for number in run]
+        return _each_alone(run)
 
     def deal(self, costs: Sizes, num_ranks: int) -> list[list[SequenceRun]]:
-        """Divide all sequences into runs of about equal costs for each rank: result[rank]."""
+        """Divide all sequences into runs, of about equal costs for each rank: result[rank]."""
         if num_ranks == 1:
             return [self.runs(costs, range(len(costs.first)), math.inf)]
-        return [[[number] for number in part] for part in balance(costs.first, num_ranks)]
+        return [_each_alone(numbers) for numbers in balance(costs.first, num_ranks)]
+
+
+def _each_alone(numbers: Sequence[int]) -> list[SequenceRun]:
+    return [[number] for number in numbers]
 
 
 PACKERS: Registry[Callable[..., Packer]] = Registry("packer", sharing="hocket.trainer.prefixes")
@@ -115,13 +121,15 @@ def chosen_packer(
 
 
 def num_positions(sample: TrainSample) -> int:
+    """Count the positions of a sample: its last token is predicted, and not read."""
     return len(sample.sequence.token_ids) - 1
 
 
 def keys(sequence: TokenSequence) -> np.ndarray:
-    """Give each token a number; equal numbers mean equal input: int64 [tokens].
+    """Give each token a number, such that equal numbers mean equal input: int64 [tokens].
 
-    They are the token ids and, as the tokens of all images are the same, hashes of the images.
+    The numbers are token ids and, in place of an image's tokens, a hash of the image: all images
+    have the same token ids.
     """
     ids = np.array(sequence.token_ids, np.int64)
     for image in sequence.images:
@@ -137,14 +145,16 @@ def check_fits(
     unit: int = 1,
     packer: Packer = PLAIN,
 ) -> None:
-    """Raise TrainerError for samples that can't be trained.
+    """Raise TrainerError if no sample has a trained token, or a unit fits into no micro-batch.
 
-    That is where no sample has a trained token, or a unit has no room in any micro-batch.
+    `unit` is the number of consecutive samples that stay together in one micro-batch.
     """
     if not any(any(sample.sequence.mask[1:]) for sample in samples):
         raise TrainerError(
             "there is nothing to train on: no sample has a trained token; leave out this step"
         )
+
+    # A sequence may begin a row, and shares nothing there. Within a unit, sequences do share.
     lengths = list(map(num_positions, samples))
     starts = packer.starts(samples) if unit > 1 else [0] * len(samples)
     longest = math.ceil(max(sizes_of_units(lengths, starts, packer.key_share, unit).first))
@@ -171,15 +181,19 @@ def plan_rows(
     """Plan the rows of each rank, the costliest first.
 
     Args:
-        samples: in the packer's order.
+        samples: the samples of all ranks, in the packer's order.
+        packer: decides which sequences come together.
+        num_ranks: number of ranks that compute different rows.
         most: positions that a row may have.
         enough: positions after which a row gets longer only where much is shared.
-        cost: of a sequence, by its positions.
-        unit: samples, one after another, that stay so, in one row.
+        cost: computes what a sequence costs, from its number of positions.
+        unit: number of consecutive samples that stay together, in this order, in one row.
 
     Returns:
         result[rank][i]: the numbers of the samples in the rank's row i.
     """
+    # Costs balance the ranks, and sizes fill the rows. In both, a prefix that a sequence shares
+    # with the one before counts only once.
     lengths = list(map(num_positions, samples))
     starts = packer.starts(samples)
     costs_first = [cost(length) for length in lengths]
@@ -189,19 +203,24 @@ def plan_rows(
     costs = _of_units(costs_first, costs_added, unit)
     sizes = sizes_of_units(lengths, starts, packer.key_share, unit)
 
+    def negative_cost(row: Sequence[int]) -> float:
+        return -sum(costs.first[number] for number in row)
+
+    # A run that is too long for a row is divided. Rows are then filled with short parts. Numbers
+    # are those of units until the end.
     plans = []
     for runs in packer.deal(costs, num_ranks):
         parts: list[SequenceRun] = []
         for run in runs:
             parts += packer.runs(sizes, run, most, enough)
         rows = _fill(sizes, parts, enough)
-        rows.sort(key=lambda row: -sum(costs.first[number] for number in row))
+        rows.sort(key=negative_cost)
         plans.append([members_of_units(row, unit) for row in rows])
     return plans
 
 
 def members_of_units(units: Sequence[int], size: int) -> list[int]:
-    """List the members of units: unit i has those from i · size on."""
+    """List the members of units: unit i has the `size` members from i · size on."""
     members: list[int] = []
     for number in units:
         members += range(number * size, (number + 1) * size)
@@ -211,27 +230,38 @@ def members_of_units(units: Sequence[int], size: int) -> list[int]:
 def sizes_of_units(
     lengths: Sequence[int], starts: Sequence[int], key_share: float, unit: int
 ) -> Sizes:
-    """Compute the sizes of units, in positions: what is shared counts by the copies of its keys."""
+    """Compute the sizes of units, in positions.
+
+    A sequence that shares a prefix adds its other positions, and the memory for a copy of its keys
+    and values: `key_share` of a position's memory for each position.
+    """
     added: list[float] = []
     for length, start in zip(lengths, starts, strict=True):
-        added.append(length - start + key_share * length if start else length)
+        size: float = length
+        if start > 0:
+            size = length - start + key_share * length
+        added.append(size)
     return _of_units(lengths, added, unit)
 
 
 def _of_units(first: Sequence[float], added: Sequence[float], size: int) -> Sizes:
     """Sum the sizes of the members of each unit."""
-    alone = []
-    behind = []
+    unit_first = []
+    unit_added = []
     for start in range(0, len(first), size):
-        alone.append(first[start] + sum(added[start + 1 : start + size]))
-        behind.append(sum(added[start : start + size]))
-    return Sizes(alone, behind)
+        end = start + size
+        unit_first.append(first[start] + sum(added[start + 1 : end]))
+        unit_added.append(sum(added[start:end]))
+    return Sizes(unit_first, unit_added)
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Divide indices into parts of about equal sums: the costliest first, to the cheapest part."""
+    """Divide the indices of costs into parts of about equal sums.
+
+    The costliest goes first, each to the part that is the cheapest so far.
+    """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    totals = [(0.0, number) for number in range(num_parts)]  # a heap
+    totals = [(0.0, number) for number in range(num_parts)]  # a heap: the cheapest is first
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         total, number = totals[0]
         parts[number].append(index)
@@ -240,15 +270,23 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def _fill(sizes: Sizes, parts: Sequence[SequenceRun], enough: float) -> list[list[int]]:
-    """Put parts into rows of at most `enough`, or of one larger part, by first-fit decreasing."""
-    needs = [sizes.of(part) for part in parts]
+    """Put parts into rows of at most `enough` positions, or of one larger part.
+
+    First-fit decreasing: the largest part goes first, each into the first row that has room.
+    """
+    sizes_of_parts = [sizes.of(part) for part in parts]
     rows: list[list[int]] = []
-    room: list[float] = []  # of each row
-    for index in sorted(range(len(parts)), key=needs.__getitem__, reverse=True):
-        chosen = next((i for i, free in enumerate(room) if free >= needs[index]), len(room))
-        if chosen == len(room):
+    room: list[float] = []  # positions that each row has still room for
+    for index in sorted(range(len(parts)), key=sizes_of_parts.__getitem__, reverse=True):
+        size = sizes_of_parts[index]
+        chosen = len(rows)
+        for number, free in enumerate(room):
+            if free >= size:
+                chosen = number
+                break
+        if chosen == len(rows):
             rows.append([])
             room.append(enough)
         rows[chosen] += parts[index]
-        room[chosen] -= needs[index]
+        room[chosen] -= size
     return rows

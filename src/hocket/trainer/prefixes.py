@@ -1,12 +1,11 @@
-"""Compute once what the sequences of a row begin with in common (trainer.share_prefixes).
+"""Compute a prefix that sequences of a row share only once (trainer.share_prefixes).
 
-In the order of their tokens, each sequence adds to a row what it does not share with the one
-before; attention copies the keys and values of the prefix for each (`Segments.key_places`).
+Sequences are ordered by their tokens, and each adds to a row what it does not share with the one
+before. Attention copies the keys and values of the prefix for each (`Segments.key_places`).
 """
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,14 +13,14 @@ import numpy as np
 from hocket.trainer.packing import Packer, SequenceRun, Sizes, balance, keys, packer
 from hocket.types import TrainSample
 
-LITTLE = 16  # a long row is divided where at most a 16th of it is then computed twice
-PIECES = (1, 2, 4, 8)  # runs of samples for each rank that are tried, at least
-LEAST = 8  # positions that are worth the bookkeeping
+LITTLE = 16  # a prefix is little if it is less than a 16th of what it is compared with
+PIECES = (1, 2, 4, 8)  # numbers of runs per rank that `deal` tries, at least
+LEAST = 8  # positions of the shortest prefix that is worth the bookkeeping
 
 
 @packer("sharing")
 class SharingPacker(Packer):
-    """Has a row hold the prefix that sequences share once, where that is worth its price."""
+    """Packs sequences so that a row holds a shared prefix once, where that is worth its price."""
 
     in_order = True
 
@@ -30,17 +29,18 @@ class SharingPacker(Packer):
         return sorted(range(len(samples)), key=texts.__getitem__)
 
     def starts(self, samples: Sequence[TrainSample]) -> list[int]:
-        return starts([keys(sample.sequence)[:-1] for sample in samples], self.pairs)
+        inputs = [keys(sample.sequence)[:-1] for sample in samples]  # no position reads the last
+        return starts(inputs, self.pairs)
 
     def runs(
         self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf
     ) -> list[SequenceRun]:
-        """Divide a run where nothing is saved, and where it would be larger than `most`.
+        """Divide a run where nothing is shared, and where it would be larger than `most`.
 
-        Beyond `enough` it is divided where little is saved. A single sequence may be larger.
+        Beyond `enough` it is divided where little is shared. A single sequence may be larger.
         """
         runs: list[list[int]] = []
-        total = math.inf
+        total = math.inf  # size of the last run; the first sequence begins one
         for number in run:
             total += sizes.added[number]
             saved = sizes.first[number] - sizes.added[number]
@@ -52,24 +52,33 @@ class SharingPacker(Packer):
         return list(runs)
 
     def deal(self, costs: Sizes, num_ranks: int) -> list[list[SequenceRun]]:
-        """Divide all sequences into runs, and these among ranks: result[rank].
+        """Divide all sequences into runs, and the runs among ranks: result[rank].
 
-        Longer runs share more, shorter ones can be dealt more evenly: the best of some lengths is
-        the one by which the slowest rank has the least to do.
+        Longer runs share more, shorter ones balance the ranks better. Some lengths are tried; with
+        the best of them, the slowest rank has the least to do.
         """
         everything = range(len(costs.first))
         if num_ranks == 1:
             return [self.runs(costs, everything, math.inf)]
-        dealt = []
+        best: list[list[SequenceRun]] = []
+        least = math.inf  # cost of the slowest rank in `best`
         for pieces in PIECES:
             runs = self.runs(costs, everything, costs.of(everything) / (pieces * num_ranks))
-            sums = [costs.of(run) for run in runs]
-            parts = balance(sums, num_ranks)
-            slowest = max(sum(sums[index] for index in part) for part in parts)
-            runs_of_ranks = [[runs[index] for index in part] for part in parts]
-            dealt.append((slowest, runs_of_ranks))
-        _, best = min(dealt, key=operator.itemgetter(0))
+            run_costs = [costs.of(run) for run in runs]
+            parts = balance(run_costs, num_ranks)
+            rank_costs = [_selected_sum(run_costs, part) for part in parts]
+            if max(rank_costs) < least:
+                least = max(rank_costs)
+                best = [_selected(runs, part) for part in parts]
         return best
+
+
+def _selected(runs: Sequence[SequenceRun], indices: Sequence[int]) -> list[SequenceRun]:
+    return [runs[index] for index in indices]
+
+
+def _selected_sum(values: Sequence[float], indices: Sequence[int]) -> float:
+    return sum(values[index] for index in indices)
 
 
 def starts(sequences: Sequence[np.ndarray], pairs: float) -> list[int]:
@@ -81,21 +90,26 @@ def starts(sequences: Sequence[np.ndarray], pairs: float) -> list[int]:
 
 
 def in_common(before: np.ndarray, ids: np.ndarray, pairs: float) -> int:
-    """Count the positions in which `ids` begin like `before`; 0 where they are too few."""
-    least = min(len(before), len(ids))
-    differing = np.flatnonzero(before[:least] != ids[:least])
-    common = int(differing[0]) if len(differing) else least
+    """Count the positions of the prefix that `ids` share with `before`; 0 if not worth sharing."""
+    shorter = min(len(before), len(ids))
+    differing = np.flatnonzero(before[:shorter] != ids[:shorter])
+    common = int(differing[0]) if len(differing) else shorter
     return common if is_worth_sharing(common, len(ids), pairs) else 0
 
 
 def is_worth_sharing(common: int, length: int, pairs: float) -> bool:
-    """Judge whether to share the first `common` positions of `length`.
+    """Decide whether to share the first `common` positions of `length`.
 
-    The price is a copy of the keys of the whole sequence and, without a kernel, attention between
-    all pairs of what follows on the prefix, not only the causal ones.
+    The price is a copy of the keys of the whole sequence. Without a kernel, it is also attention
+    between all pairs of the positions behind the prefix, not only the causal pairs.
 
-    `pairs`: of tokens, whose attention costs as much as all else does for one position; inf with a
-    kernel.
+    Args:
+        common: positions of the prefix.
+        length: positions of the sequence.
+        pairs: pairs of tokens whose attention costs as much as all else does for one position;
+            infinite with a kernel.
     """
+    # In pairs, the whole sequence costs length · pairs + length² / 2; behind a shared prefix, it
+    # costs (length - common) · (pairs + length). This compares the two.
     saves_enough = common * 2 * (length + pairs) >= length**2
     return common >= LEAST and common * LITTLE >= length and saves_enough

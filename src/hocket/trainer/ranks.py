@@ -1,4 +1,7 @@
-"""The processes that train together: one under plain `python`, or those of `torchrun` or the `deepspeed` launcher."""
+"""The processes that train together: the ranks.
+
+Under plain `python` there is one; `torchrun` and the `deepspeed` launcher start several.
+"""
 
 import atexit
 import contextlib
@@ -21,15 +24,24 @@ from hocket.protocol.nccl import why_broken
 from hocket.trainer.attention import WHOLE
 
 T = TypeVar("T")
-FAILURE = "hocket/failure"  # the store's key for why the first rank failed
-WATCH_S = 2.0
-PATIENCE_S = 15.0  # before it is said that others have not started
-GRACE_S = 15.0  # to notice another one's failure by itself; NCCL may wait forever
-_NO_DEADLINE = datetime.timedelta(days=365)  # for a command: generation takes any time
+FAILURE = "hocket/failure"  # key in the store: why the first rank failed
+WATCH_S = 2.0  # seconds between looks at the store
+PATIENCE_S = 15.0  # seconds before a line says that other ranks have not started
+GRACE_S = 15.0  # seconds for a rank to notice another's failure itself; NCCL may wait forever
+_NO_DEADLINE = datetime.timedelta(days=365)  # for the next command: generation takes any time
 
 
 class Ranks:
-    """Connects to the other ranks; no wait but that for a command exceeds `timeout_s`."""
+    """Connects a process to the other ranks.
+
+    No wait is longer than `timeout_s`, except for rank 0's next command. While the ranks work, a
+    thread watches a key of their store: the first rank that fails writes the reason there, and the
+    others end with it.
+
+    Args:
+        timeout_s: seconds until communication has failed.
+        cpu_threads: threads of torch, where there is no GPU.
+    """
 
     def __init__(self, timeout_s: float, cpu_threads: int = 1) -> None:
         # Every collective would warn that its Python entry point will go.
@@ -39,20 +51,21 @@ class Ranks:
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         self.is_main = self.rank == 0
         self.timeout_s = timeout_s
-        self.part = WHOLE  # of the rows that it computes
-        self.destroy: Callable[[], None] = (
-            dist.destroy_process_group
-        )  # DeepSpeed has groups of its own
-        self._left = threading.Event()
+        self.part = WHOLE  # the part of each row that this rank computes
+        self.destroy: Callable[[], None] = dist.destroy_process_group  # DeepSpeed puts its own here
+        self._has_ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
-        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
-        timeout = datetime.timedelta(seconds=timeout_s)
+        # torch's store is public, but not in its __all__.
+        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
+
+        # Each rank has a GPU of its own, or all have the CPU.
         if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            if local_rank >= count:
+            num_gpus = torch.cuda.device_count()
+            if local_rank >= num_gpus:
                 raise TrainerError(
-                    f"rank {self.rank} has LOCAL_RANK={local_rank}, and this machine has GPUs for {count}, one each: "
-                    f"start {count} ranks here, or show it more GPUs with CUDA_VISIBLE_DEVICES"
+                    f"rank {self.rank} has LOCAL_RANK={local_rank}, and this machine has GPUs for "
+                    f"{num_gpus}, one each: start {num_gpus} ranks here, or show it more GPUs with "
+                    "CUDA_VISIBLE_DEVICES"
                 )
             self.device = torch.device("cuda", local_rank)
             backend = "nccl"
@@ -63,31 +76,35 @@ class Ranks:
                 torch.set_num_threads(cpu_threads)
         self._num_threads = torch.get_num_threads()
         self.use_this_thread()
+
         with self.deadline("waiting for the other ranks to start"), self._patience():
-            if self.size > 1:  # one alone needs no port
-                self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-                if (
-                    self._store.add(f"hocket/rank_{self.rank}", 1) > 1
-                ):  # Kubernetes does so with a lost pod
-                    raise TrainerError(
-                        f"rank {self.rank} was started again, and the others wait for the first one"
-                    )
-            dist.init_process_group(
-                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout
-            )
-            self._reports = dist.new_group(backend="gloo", timeout=timeout)
-            self._commands = dist.new_group(
-                backend="gloo", timeout=timeout if self.is_main else _NO_DEADLINE
-            )
+            self._connect(backend)
         if self.size > 1:
             self._watcher.start()
-            atexit.register(
-                self._stop_watching
-            )  # a thread within the store's C++ would abort the process
+            # At exit, a thread within the store's C++ code would abort the process.
+            atexit.register(self._stop_watching)
+
+    def _connect(self, backend: str) -> None:
+        """Join the store and the groups of all ranks."""
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        if self.size > 1:  # a single rank needs no port
+            rendezvous = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]
+            self._store, _, _ = next(rendezvous)
+            # Kubernetes starts a lost pod again, and the others don't know the new one.
+            if self._store.add(f"hocket/rank_{self.rank}", 1) > 1:
+                raise TrainerError(
+                    f"rank {self.rank} was started again, and the others wait for the first one"
+                )
+        dist.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout
+        )
+        command_timeout = timeout if self.is_main else _NO_DEADLINE
+        self._reports = dist.new_group(backend="gloo", timeout=timeout)
+        self._commands = dist.new_group(backend="gloo", timeout=command_timeout)
 
     @contextlib.contextmanager
     def _patience(self) -> Iterator[None]:
-        """Say after PATIENCE_S which ranks are waited for, and where."""
+        """Print a line after PATIENCE_S: how many ranks are waited for, and where."""
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         line = f"hocket: rank {self.rank} of {self.size} waits for others at {place}; {LEFT_OVER}"
         timer = threading.Timer(PATIENCE_S, print, [line], {"file": sys.stderr})
@@ -100,46 +117,55 @@ class Ranks:
             timer.cancel()
 
     def use_this_thread(self) -> None:
-        """Set what torch keeps per thread."""
+        """Set what torch keeps per thread: the GPU and the number of CPU threads."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         torch.set_num_threads(self._num_threads)
 
+    # Commands of rank 0
+
     def send(self, commands: Sequence[Any]) -> None:
-        """Send each rank its command from rank 0."""
+        """Send each rank its command, from rank 0."""
+        commands_of_others = [None]  # rank 0 gets none
+        commands_of_others += commands[1:]
         with self.deadline("telling the other ranks what to do"):
-            dist.scatter_object_list([None], [None, *commands[1:]], src=0, group=self._commands)
+            dist.scatter_object_list([None], commands_of_others, src=0, group=self._commands)
 
     def receive(self) -> Any:
-        """Return rank 0's next command, as long as rank 0 lives."""
+        """Wait for rank 0's next command, as long as rank 0 lives."""
         box: list[Any] = [None]
         with self.deadline("waiting for work from rank 0"):
             dist.scatter_object_list(box, None, src=0, group=self._commands)
         return box[0]
 
+    # Sums and reports of all ranks
+
     def gather(self, value: T) -> list[T]:
-        """Return on rank 0 every rank's value; [] elsewhere."""
+        """Collect every rank's value on rank 0; the other ranks get []."""
         box: list[Any] | None = [None] * self.size if self.is_main else None
         dist.gather_object(value, box, dst=0, group=self._reports)
         return box or []
 
     def sum(self, values: list[float]) -> list[float]:
-        """Return the sums over ranks, in float64."""
+        """Sum each value over the ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._reports)
         return list(total.tolist())
 
     def total(self, values: list[float]) -> list[float]:
-        """Return the sums over ranks of what those that compute a row together have alike."""
+        """Sum each value over the rows: ranks that compute a row together all have its value."""
         return [value / self.part.size for value in self.sum(values)]
 
     def smallest(self, value: int) -> int:
+        """Find the smallest value of all ranks."""
         least = torch.tensor(value)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._reports)
         return int(least)
 
+    # The end
+
     def close(self) -> None:
-        """Leave together: a rank whose peers are gone could fail at its end."""
+        """Leave together with the others: a rank whose peers are gone could fail at its end."""
         self._stop_watching()
         with self.deadline("leaving"):
             dist.barrier(group=self._reports)
@@ -147,20 +173,19 @@ class Ranks:
 
     @contextlib.contextmanager
     def deadline(self, doing: str) -> Iterator[None]:
-        """Raise failed communication as TrainerError; have other errors end the other ranks too."""
+        """Raise failed communication as TrainerError; let any other error end all ranks."""
         try:
             yield
         except Exception as error:
             self._stop_watching()
-            # of gloo they are plain, of torch subclasses
-            if not (
-                isinstance(error, RuntimeError)
-                and re.search("gloo|nccl|^Dist", repr(error), re.IGNORECASE)
-            ):
+            if not _is_of_communication(error):
+                # This rank fails by itself: it tells the others why, unless the store is gone.
                 reason = f"rank {self.rank} failed: {type(error).__name__}: {error}"
-                with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
+                with contextlib.suppress(RuntimeError):
                     self._ask_store(lambda: self._store.compare_set(FAILURE, "", reason), GRACE_S)
                 raise
+
+            # The connection broke: the reason may be another rank's failure.
             with contextlib.suppress(RuntimeError):
                 failure = self._ask_store(self._failure, GRACE_S)
                 if failure is not None:
@@ -168,17 +193,20 @@ class Ranks:
                         f"rank {self.rank} stopped while {doing}, for {failure}"
                     ) from error
             raise TrainerError(
-                f"rank {self.rank} lost the other ranks while {doing}: {why_broken(error)}. Another rank has ended, "
-                f"and its output says why, or did not answer within 6 x sync.timeout_s = {self.timeout_s:g}"
+                f"rank {self.rank} lost the other ranks while {doing}: {why_broken(error)}. "
+                f"Another rank has ended, and its output says why, or did not answer within "
+                f"6 x sync.timeout_s = {self.timeout_s:g}"
             ) from error
 
     def _failure(self) -> str | None:
-        return str(self._store.get(FAILURE).decode()) if self._store.check([FAILURE]) else None
+        if not self._store.check([FAILURE]):
+            return None
+        return str(self._store.get(FAILURE).decode())
 
     def _ask_store(self, call: Callable[[], T], seconds: float) -> T:
-        """Return the result of a call of the store; raise RuntimeError where it fails or takes longer.
+        """Call the store in a thread. Raises RuntimeError where that fails or takes longer.
 
-        Where the link to its host is cut, it would take a quarter of an hour.
+        Without a deadline it would take a quarter of an hour once the link to its host is cut.
         """
         try:
             return in_own_thread(call).result(seconds)
@@ -188,17 +216,26 @@ class Ranks:
             raise RuntimeError(cause_of(error)) from error
 
     def _stop_watching(self) -> None:
-        self._left.set()
+        self._has_ended.set()
         if self._watcher.is_alive():
             self._watcher.join(GRACE_S)
 
     def _watch(self) -> None:
-        """End this rank where another one has failed and its own calls don't notice."""
-        while not self._left.wait(WATCH_S):
+        """End this rank if another one has failed and this rank's own calls don't notice."""
+        while not self._has_ended.wait(WATCH_S):
             try:
                 failure = self._ask_store(self._failure, self.timeout_s)
             except RuntimeError as error:
                 failure = f"rank 0, or the launcher, is gone: its store does not answer ({error})"
-            if failure is not None and not self._left.wait(GRACE_S):
+            if failure is not None and not self._has_ended.wait(GRACE_S):
                 print(f"hocket: rank {self.rank} ends, for {failure}", file=sys.stderr, flush=True)
                 os._exit(1)
+
+
+def _is_of_communication(error: Exception) -> bool:
+    """Check whether an error is one of torch's communication.
+
+    Gloo raises plain RuntimeErrors, torch subclasses of it (DistBackendError, ...).
+    """
+    names = re.search("gloo|nccl|^Dist", repr(error), re.IGNORECASE)
+    return isinstance(error, RuntimeError) and names is not None

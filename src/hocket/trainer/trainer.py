@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import math
 import os
 import time
@@ -43,8 +42,8 @@ Share = Sequence[PackedRow]
 """The micro-batches of one rank."""
 Sink = Callable[[Any], None]
 """Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
-EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
-NO_UPDATE = {
+EXPORT_BYTES = 64 << 20  # bytes that ZeRO-3 gathers at a time for an export
+NO_UPDATE = {  # why a group of samples changed no weight, by the outcome of its update
     "stopped": "stop_kl ended the step before its update",
     "skipped": "its update was not finite",
     "idle": "only the critic learnt: critic.warmup_steps",
@@ -67,8 +66,10 @@ class Trainer(Together):
                 trainer.follow()
 
     Args:
-        objective: default: that of the config's algorithm.
-        ranks: default: those of this process's launcher. A caller's own stay open at the end.
+        config: the run's settings.
+        objective: the loss and its columns; by default the config's algorithm decides.
+        ranks: the processes that train together; by default those that this process's launcher
+            started. Ranks that a caller passes stay open after the trainer is closed.
     """
 
     def __init__(
@@ -76,23 +77,30 @@ class Trainer(Together):
     ) -> None:
         self._config = config
         self._objective = objective or configured(config)
-        # The processes of this machine share its cores.
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        threads = cpu_threads(config.model.path, processes=processes)
-        super().__init__(
-            ranks or Ranks(config.sync.collective_timeout_s, threads), owns_ranks=ranks is None
-        )
+        owns_ranks = ranks is None
+        if ranks is None:
+            # The processes of this machine share its cores.
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            threads = cpu_threads(config.model.path, processes=processes)
+            ranks = Ranks(config.sync.collective_timeout_s, threads)
+        super().__init__(ranks, owns_ranks=owns_ranks)
         self.device = self.ranks.device
-        self._skipped_in_row = 0
-        self.untrained: dict[int, str] = {}  # groups that the last step has not trained: why
-        self.micro_batch_tokens = CHUNK_TOKENS  # of the first rehearsal
+
+        self.untrained: dict[int, str] = {}  # groups that the last step did not train → the reason
+        self._skipped_in_row = 0  # steps in a row whose updates were all skipped
+        self.micro_batch_tokens = CHUNK_TOKENS  # until `_load` sets it: the first rehearsal's size
         self.fitted_for: int | None = None  # hash of what micro_batch_tokens=auto depends on
         self._longest = 1  # positions of this rank's longest sequence in the current work
-        self.away: share_gpu.Offloaded = ()
-        self._spans: list[Span] = []  # that rank 0 has not received
+        self.away: share_gpu.Offloaded = ()  # the state that is in CPU memory while a server runs
+
+        # A rank above 0 collects its spans of the trace here until `_send_spans`.
+        self._spans: list[Span] = []
         if config.observe.trace is not None and not self.ranks.is_main:
             LISTENERS.append(self._spans.append)
-        settings = config.trainer.unmeasured() if self.device.type == "cpu" else config.trainer
+
+        settings = config.trainer
+        if self.device.type == "cpu":
+            settings = settings.unmeasured()
         try:
             self.tokenizer = tokenizers.load(config.model.path)
             self.setup = Setup(
@@ -120,15 +128,18 @@ class Trainer(Together):
         self.estimate = memory.check(
             models, settings, self.setup.dtype, self.device, self.ranks.size
         )
-        self.flops = flops.model_flops(models[0][1])
+        _, policy_skeleton = models[0]
+        self.flops = flops.model_flops(policy_skeleton)
 
+        # Load the policy. The part of the rows that this rank computes is set before any pass.
         self.ranks.part = attention.WHOLE
         if settings.sequence_parallel > 1:
             self.ranks.part = choices.chosen_row_division()(settings.sequence_parallel, self.ranks)
         self.policy: Policy = self.load_model(self._config.model, self._objective.kind)
         self.policy.statistics = self._objective.statistics
 
-        # How samples are packed into rows.
+        # Decide how samples are packed into rows. Where no kernel skips them, attention computes
+        # pairs of tokens that no position sees, and sharing a prefix must make up for these.
         shape = Shape.of(self.policy.model)
         self._row_tokens = memory.row_tokens(shape, on_gpu=self.device.type != "cpu")
         pairs = math.inf if self.device.type == "cuda" else self.flops.pairs
@@ -138,31 +149,48 @@ class Trainer(Together):
         self._packing: dict[str, Any] = {"unit": self._objective.unit, "packer": packer}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(self.device, self.setup.dtype)])
 
-        # The policy's optimizer steps once the auxiliary models have learnt for `delay` steps.
-        delay = max((auxiliary.delay for auxiliary in self._objective.auxiliaries), default=0)
+        # Make the policy's optimizer. It steps once the auxiliary models have learnt for `_delay`
+        # steps, and its learning rate is planned for the steps after these.
+        auxiliaries = self._objective.auxiliaries
+        self._delay = max((auxiliary.delay for auxiliary in auxiliaries), default=0)
         self.engine = DeepSpeedEngine(self.policy, self.setup, name=POLICY)
-        self.engine.plan(settings.steps - delay)
+        self.engine.plan(settings.steps - self._delay)
         self.policy.check_architecture(self.device)
         policy = Learner(
             name=POLICY,
             engine=self.engine,
             loss=self._policy_loss,
-            reads=[auxiliary.column for auxiliary in self._objective.auxiliaries],
-            learns=lambda: all(other.engine.num_steps >= delay for other in self.learners[1:]),
+            reads=[auxiliary.column for auxiliary in auxiliaries],
+            learns=self._has_warm_auxiliaries,
         )
+
+        # Each auxiliary adds what it loads to these three lists.
         self.learners = [policy]
         self.tensors: list[Callable[[], Iterator[Tensor]]] = [self.engine.tensors]  # of each model
-        self.columns: dict[str, Measure] = {"logprobs": lambda batch: self.engine.forward(batch)[0]}
-        for auxiliary in self._objective.auxiliaries:
+        self.columns: dict[str, Measure] = {"logprobs": self._measure_logprobs}
+        for auxiliary in auxiliaries:
             if auxiliary.load is not None:
                 self.columns[auxiliary.column] = auxiliary.load(self)
-        fixed = settings.micro_batch_tokens
-        self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
+
+        # The size of a micro-batch comes last: measuring it needs all models in memory.
+        micro_batch_tokens = settings.micro_batch_tokens
+        if micro_batch_tokens == "auto":
+            micro_batch_tokens = self._fitted()
+        self.micro_batch_tokens = micro_batch_tokens
+
+    def _has_warm_auxiliaries(self) -> bool:
+        """Check whether the trained auxiliary models have learnt for `_delay` steps."""
+        auxiliaries = self.learners[1:]
+        return all(auxiliary.engine.num_steps >= self._delay for auxiliary in auxiliaries)
+
+    def _measure_logprobs(self, batch: TrainBatch) -> Tensor:
+        logprobs_bt: Tensor = self.engine.forward(batch)[0]
+        return logprobs_bt
 
     def _check_plugins(self) -> None:
-        """Raise ConfigError on rank 0 where another has imported other files.
+        """Raise ConfigError on rank 0 where another rank imported different plugin files.
 
-        Their gradients would not be of the same loss.
+        The ranks would otherwise sum gradients of different losses.
         """
         hashes = [plugin.sha256 for plugin in load_plugins(self._config.plugins)]
         if any(others != hashes for others in self.ranks.gather(hashes)):
@@ -172,17 +200,21 @@ class Trainer(Together):
             )
 
     def load_model(self, model: ModelConfig, kind: type[Policy]) -> Any:
-        """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
+        """Load a model onto this rank's CPU.
+
+        At ZeRO-3 only rank 0 loads the weights; the other ranks make meta tensors.
+        """
         algorithm = self._config.algorithm
         settings = self.setup.config
-        objective_takes = choose("objective", algorithm.objective).arguments
+        objective_arguments = choose("objective", algorithm.objective).arguments
+        uses_entropy = algorithm.entropy_coef > 0 or "entropy_bt" in objective_arguments
         return kind(
             model,
             dtype=self.setup.parameter_dtype(),
             temperature=self._objective.temperature,
             gradient_checkpointing=settings.gradient_checkpointing,
             kernels=settings.kernels,
-            entropy_gradient=algorithm.entropy_coef > 0 or "entropy_bt" in objective_takes,
+            entropy_gradient=uses_entropy,
             seed=settings.seed,
             loads=self.ranks.is_main or self.setup.stage < 3,
         )
@@ -190,23 +222,24 @@ class Trainer(Together):
     def _fitted(self) -> int:
         """Measure how many tokens a micro-batch has room for."""
         config = self._config
+        # A server on the same GPU needs memory beside the trainer, unless the two take turns.
         leaves = 0 if config.gpus_apart or config.launch.share_gpu else memory.BESIDE
-        used = config.model_dump_json(
+        # A resumed run takes the size of its checkpoint only if all of this is equal.
+        settings = config.model_dump_json(
             include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
         )
-        self.fitted_for = seed_of(
-            used, leaves, self.ranks.size, torch.cuda.get_device_name(self.device)
-        )
+        gpu = torch.cuda.get_device_name(self.device)
+        self.fitted_for = seed_of(settings, leaves, self.ranks.size, gpu)
         longest = tokenizers.context_length(config.model) - 1
         return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
 
     def run_part(self, work: str, args: Sequence[Any], local: Mapping[str, Any]) -> Any:
-        self._longest = 0
+        self._longest = 0  # until `_built` knows the sequences of this work
         return super().run_part(work, args, local)
 
     @contextlib.contextmanager
     def explaining(self, work: str) -> Iterator[None]:
-        """Say of an error for lack of memory which settings need less."""
+        """Raise an out-of-memory error as a TrainerError that names settings which need less."""
         try:
             yield
         except Exception as error:
@@ -229,10 +262,12 @@ class Trainer(Together):
 
     @property
     def num_parameters(self) -> int:
+        """Count the policy's parameters over all ranks."""
         return sum(whole_shape(parameter).numel() for parameter in self.policy.parameters())
 
     @property
     def memory(self) -> str:
+        """Describe the memory and the attention kernel of a step, for the run's first lines."""
         line = f"a step needs {self.estimate}; attention: {self.attention}"
         if self.fitted_for is None:
             return line
@@ -246,30 +281,35 @@ class Trainer(Together):
         return self.learners[0].learns()
 
     def check_fits(self, samples: Sequence[TrainSample]) -> None:
-        """Raise TrainerError for samples without a trained token, or too long for a micro-batch."""
+        """Raise TrainerError if no sample has a trained token, or a micro-batch has no room."""
         packing.check_fits(samples, self.micro_batch_tokens, **self._packing)
 
     def _shares(self, samples: Sequence[TrainSample]) -> PerRank:
         """Divide samples among the ranks: rank r gets the micro-batches of item r."""
         self.check_fits(samples)
+
+        @functools.cache  # many sequences have the same length
+        def cost(length: int) -> float:
+            return flops.step_flops(self.flops, [length], length)
+
         copies = self._config.trainer.sequence_parallel
         shares = batching.divide(
             samples,
             micro_batch_tokens=self.micro_batch_tokens,
             num_ranks=self.ranks.size // copies,
             row_tokens=self._row_tokens,
-            cost=functools.cache(lambda length: flops.step_flops(self.flops, [length], length)),
+            cost=cost,
             **self._packing,
         )
-        # Ranks that compute rows together are neighbours, and get the same ones.
+        # The `copies` ranks that compute a row together are neighbours, and get the same rows.
         share_of_rank = []
         for share in shares:
             share_of_rank += [share] * copies
         return PerRank(share_of_rank)
 
     def _built(self, share: Share) -> list[TrainBatch]:
-        """Build this rank's micro-batches."""
-        batches = [make(self.device, self.ranks.part) for make in share]
+        """Build this rank's micro-batches on its device."""
+        batches = [packed_row(self.device, self.ranks.part) for packed_row in share]
         self._longest = max(batch.segments.longest for batch in batches)
         return batches
 
@@ -285,73 +325,93 @@ class Trainer(Together):
     ) -> dict[str, float]:
         """Take one update for each mini-batch of a step; returns the means of their metrics.
 
-        An update that is not finite is skipped. Too many steps of these raise TrainerError.
+        An update that is not finite is skipped. Several steps in a row without any update raise
+        TrainerError.
 
         Args:
-            number: of the step; the mini-batches depend on it.
+            samples: the batch, with the columns that `measure` gave.
+            number: the step's number, which decides how the mini-batches are drawn.
             keep: file that the samples of a skipped update are written to.
-            max_gap: between log-probs of trainer and servers; with sync.on_mismatch=stop a larger
-                one raises SyncError before any update.
+            max_gap: largest mean difference between the log-probs of trainer and servers. With
+                sync.on_mismatch=stop a larger one raises SyncError before any update.
         """
         self.check_fits(samples)
         start = time.perf_counter()
         learning_rate = self.engine.learning_rate if self.policy_learns else 0.0
+        stop_kl = self._config.algorithm.stop_kl or math.inf
+        bound = max_gap if self._config.sync.on_mismatch == "stop" else math.inf
+
+        # Take one update for each mini-batch, which holds whole groups.
         groups = [sample.group for sample in samples]
-        outcomes = dict.fromkeys(groups, "stopped")
+        outcomes = dict.fromkeys(groups, "stopped")  # until one of its updates ends otherwise
         metrics: list[dict[str, float]] = []
         faults: list[str] = []
-        stop_kl = self._config.algorithm.stop_kl or math.inf
-        seed = seed_of(self._config.trainer.seed, "minibatches", number)
-        objective = self._objective
-        bound = max_gap if self._config.sync.on_mismatch == "stop" else math.inf
-        parts = batching.minibatches(
-            groups, epochs=objective.epochs, count=objective.minibatches, seed=seed
-        )
-        for places in parts:
+        for places in self._minibatches(groups, number):
             part = [samples[place] for place in places]
-            done, measured = self._update(self._shares(part), bound)
-            bound = math.inf  # later ones compare other weights
-            metrics.append(measured)
+            updates, update_metrics = self._update(self._shares(part), bound)
+            bound = math.inf  # later updates compare weights that the servers never had
+            metrics.append(update_metrics)
             for sample in part:
                 if outcomes[sample.group] != "updated":
-                    outcomes[sample.group] = done[0].outcome
-            if any(update.is_faulty for update in done):
-                faults.append(guards.first_fault(part, done))
+                    outcomes[sample.group] = updates[0].outcome
+            if any(update.is_faulty for update in updates):
+                faults.append(guards.first_fault(part, updates))
                 if keep is not None:
                     guards.keep_batch(keep, part, faults[-1], self.tokenizer.decode)
-            if measured.get("train/policy_kl", 0.0) > stop_kl:
+            if update_metrics.get("train/policy_kl", 0.0) > stop_kl:
                 break
+
         self.untrained = {}
         for group, outcome in outcomes.items():
             if outcome != "updated":
                 self.untrained[group] = NO_UPDATE[outcome]
         self.end_step()
 
-        # The metrics of the step.
-        seconds = note("time/train", start)
-        measured = over_updates(metrics, seconds, by_batch="old_logprobs" in self.columns)
-        measured |= {"train/learning_rate": learning_rate, "time/train": seconds}
+        step_metrics = self._step_metrics(metrics, start, learning_rate)
         if len(faults) == len(metrics):
             self._count_skipped(faults[-1], keep)
-        elif measured["train/skipped"] < 1:  # else by too high a loss scale
+        elif step_metrics["train/skipped"] < 1:  # at 1 only the loss scale was too high: no count
             self._skipped_in_row = 0
-        if measured["train/mfu"] > 1:  # the peak was measured while other processes used the cores
-            self.peak_flops *= measured["train/mfu"]
-            measured["train/mfu"] = 1.0
-        return measured
+        return step_metrics
+
+    def _minibatches(self, groups: Sequence[int], number: int) -> list[list[int]]:
+        """Draw the mini-batches of a step: the places of the samples of each update."""
+        return batching.minibatches(
+            groups,
+            epochs=self._objective.epochs,
+            count=self._objective.minibatches,
+            seed=seed_of(self._config.trainer.seed, "minibatches", number),
+        )
+
+    def _step_metrics(
+        self, updates: Sequence[dict[str, float]], start: float, learning_rate: float
+    ) -> dict[str, float]:
+        """Combine the metrics of a step's updates, which began at `start`."""
+        seconds = note("time/train", start)
+        metrics = over_updates(updates, seconds, by_batch="old_logprobs" in self.columns)
+        metrics["train/learning_rate"] = learning_rate
+        metrics["time/train"] = seconds
+        # No step is faster than the peak: that was measured while other processes used the cores.
+        if metrics["train/mfu"] > 1:
+            self.peak_flops *= metrics["train/mfu"]
+            metrics["train/mfu"] = 1.0
+        return metrics
 
     @on_all_ranks
     def _update(self, share: Share, max_gap: float) -> tuple[list[Update], dict[str, float]]:
-        """Update the policy and the other learners; returns also the metrics by name."""
+        """Update the policy and the trained auxiliary models.
+
+        Returns one Update per learner, the policy's first, and the metrics by their full names.
+        """
         batches = self._built(share)
-        loss_scale = self.engine.loss_scale
-        done = [update(learner, batches, self.ranks, max_gap) for learner in self.learners]
-        policy = done[0]
+        loss_scale = self.engine.loss_scale  # before the update, which may lower it
+        updates = [update(learner, batches, self.ranks, max_gap) for learner in self.learners]
+        policy = updates[0]
         num_tokens = batches[0].num_tokens_global
-        positions, computed, operations = self.ranks.total(self._work_of(batches))
-        of_head = self.flops.per_trained_token * num_tokens
-        metrics = {
-            **policy.totals,
+        positions, computed, layer_flops = self.ranks.total(self._work_of(batches))
+        head_flops = self.flops.per_trained_token * num_tokens
+        metrics = dict(policy.totals)
+        metrics |= {
             "grad_norm": policy.grad_norm,
             "skipped": float(policy.outcome == "skipped"),
             "updates": float(policy.outcome != "idle"),
@@ -359,22 +419,26 @@ class Trainer(Together):
             "sequences": float(batches[0].num_sequences_global),
             "micro_batches": float(len(batches)),
             "positions": positions,
-            "shared": max(0.0, 1 - computed / positions),  # rows that ranks divide are padded
-            "seconds_at_peak": (operations + of_head) / self.peak_flops,
+            # Rows that ranks divide are padded, and may compute more than the positions.
+            "shared": max(0.0, 1 - computed / positions),
+            "seconds_at_peak": (layer_flops + head_flops) / self.peak_flops,
         }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
+
+        # A name without a section is one of the policy's.
         named = {}
         for name, value in metrics.items():
             named[name if "/" in name else f"train/{name}"] = value
-        for learnt in done:
-            named |= learnt.learner.metrics(learnt)
-        return done, named
+        for learner_update in updates:
+            named |= learner_update.learner.metrics(learner_update)
+        return updates, named
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
-        columns = self.engine.forward(batch)
+        """Compute the objective's loss of a micro-batch, with entropy and statistics as metrics."""
+        columns = self.engine.forward(batch)  # log-probs, entropy and the statistics' columns
         output = self._objective.loss(*columns[:2], batch)
-        if len(columns) == 1:  # of a scalar model
+        if len(columns) == 1:  # a scalar model has values in place of log-probs, and no entropy
             return output
         metrics = {"entropy": columns[1].detach().sum() / batch.num_tokens_global}
         metrics |= self._sums(batch, columns)
@@ -383,53 +447,59 @@ class Trainer(Together):
 
     def _sums(self, batch: TrainBatch, columns: Sequence[Tensor]) -> dict[str, Tensor]:
         statistics = self._objective.statistics
-        return statistics.sums(batch, *columns) if statistics else {}
+        if statistics is None:
+            return {}
+        return statistics.sums(batch, *columns)
 
     def _work_of(self, batches: Sequence[TrainBatch]) -> list[float]:
-        """Count what this rank's micro-batches are.
+        """Count the work of this rank's micro-batches.
 
-        Returns the positions of their sequences, those that are computed, and the operations of
-        the layers for these.
+        Returns [positions of their sequences, positions that are computed, operations of the
+        layers for the latter]. A prefix that sequences share is computed once.
         """
         positions = 0
         ends: list[int] = []
         starts: list[int] = []
         for batch in batches:
-            if batch.places:  # no blank
-                positions += sum(batch.lengths)
-                ends += batch.segments.ends
-                starts += batch.segments.starts
+            if not batch.places:  # a blank keeps the ranks in step, and counts as no work
+                continue
+            positions += sum(batch.lengths)
+            ends += batch.segments.ends
+            starts += batch.segments.starts
         operations = flops.step_flops(self.flops, ends, 0) - flops.step_flops(self.flops, starts, 0)
         return [positions, sum(ends) - sum(starts), operations]
 
     @on_all_ranks
     def plan(self, steps: int) -> None:
-        """Have the learning rate's schedule end after `steps`, not trainer.steps."""
+        """Plan the learning rate's schedule to end after `steps` in place of trainer.steps."""
         self.engine.plan(steps)
 
     @on_all_ranks
     def end_step(self) -> None:
         """Count a step of the run, with a signal or without: the learning rate goes by steps."""
-        # The policy first: whether it learns depends on the steps of the others.
+        # The policy comes first: whether it learns depends on the step counts of the others.
         for learner in self.learners:
-            learner.engine.num_steps += learner.learns()
+            if learner.learns():
+                learner.engine.num_steps += 1
         if self.device.type == "cpu":
             return_freed_memory()
         if self._config.observe.trace is not None:
             self._send_spans()
 
     def _send_spans(self) -> None:
-        """Send rank 0 what the other ranks did, by the clock of their machines."""
-        unix = time.time() - time.perf_counter()
-        spans = [
-            span._replace(start=span.start + unix, end=span.end + unix) for span in self._spans
-        ]
+        """Send rank 0 the spans of the other ranks.
+
+        They travel in Unix time: each machine's performance counter starts at another moment.
+        """
+        to_unix = time.time() - time.perf_counter()
+        spans = [_delayed(span, to_unix) for span in self._spans]
         self._spans.clear()
         for spans_of_rank in self.ranks.gather(spans):
             for span in spans_of_rank:
-                note(span.name, span.start - unix, span.end - unix, span.who)
+                note(span.name, span.start - to_unix, span.end - to_unix, span.who)
 
     def _count_skipped(self, fault: str, keep: Path | None) -> None:
+        """Count a step without an update; raises TrainerError after too many of them in a row."""
         self._skipped_in_row += 1
         if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
             raise TrainerError(
@@ -442,30 +512,34 @@ class Trainer(Together):
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
         """Measure the columns of each sequence that the algorithm needs before the step.
 
-        Returns one mapping for each sequence, or [] where the algorithm needs none.
+        Returns one mapping for each sequence, or [] if the algorithm needs no columns.
         """
         auxiliaries = self._objective.auxiliaries
         if not auxiliaries:
             return []
         columns: list[Columns] = [{} for _ in sequences]
-        used = []
+
+        # Leave out sequences that will surely not be trained. Advantages don't matter here.
+        places = []
+        samples = []
         for place, sequence in enumerate(sequences):
             if is_measured(sequence, self._config.algorithm):
-                used.append(place)
-        samples = []
-        for place in used:
-            zeros = (0.0,) * len(sequences[place].token_ids)
-            samples.append(TrainSample(sequence=sequences[place], advantages=zeros))
-        if samples:
-            names = tuple(auxiliary.column for auxiliary in auxiliaries if auxiliary.load)
-            for index, measured in self._numbers(self._shares(samples), names).items():
-                columns[used[index]] = measured
-            for auxiliary in auxiliaries:
-                if auxiliary.ask:
-                    asked_for = [sequences[place] for place in used]
-                    answers = run(auxiliary.ask(asked_for, self._config.token))
-                    for place, values in zip(used, answers, strict=True):
-                        columns[place] = dict(columns[place]) | {auxiliary.column: values}
+                zeros = (0.0,) * len(sequence.token_ids)
+                places.append(place)
+                samples.append(TrainSample(sequence=sequence, advantages=zeros))
+        if not samples:
+            return columns
+
+        # Models in the trainer measure first, then those on servers.
+        names = tuple(auxiliary.column for auxiliary in auxiliaries if auxiliary.load)
+        for index, measured in self._numbers(self._shares(samples), names).items():
+            columns[places[index]] = measured
+        measured_sequences = [sample.sequence for sample in samples]
+        for auxiliary in auxiliaries:
+            if auxiliary.ask:
+                answers = run(auxiliary.ask(measured_sequences, self._config.token))
+                for place, values in zip(places, answers, strict=True):
+                    columns[place] = dict(columns[place]) | {auxiliary.column: values}
         return columns
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[Sequence[float]]:
@@ -480,27 +554,29 @@ class Trainer(Together):
     @on_all_ranks
     @torch.no_grad()
     def _numbers(self, share: Share, names: Sequence[str] | None) -> dict[int, Columns]:
-        """Compute the columns of samples by their places; on rank 0 those of all ranks.
+        """Compute columns of the samples, on rank 0 those of all ranks: result[place][column].
 
-        `names`: of the columns; None: the policy's log-probs and entropy.
+        `names` are those of the columns; None means the policy's log-probs and entropy.
         """
-        numbers: dict[int, Columns] = {}
+        columns_by_place: dict[int, Columns] = {}
         for batch in self._built(share):
             if names is None:
-                measured = self.engine.forward(batch)
-                columns = dict(zip(("logprobs", "entropy"), measured, strict=False))
+                logprobs_and_entropy = self.engine.forward(batch)[:2]
+                columns = dict(zip(("logprobs", "entropy"), logprobs_and_entropy, strict=False))
             else:
                 columns = {name: self.columns[name](batch) for name in names}
-            numbers |= batching.unpack(batch, columns)
-        if self.ranks.part.number:  # of the ranks that compute a row together, the first sends all
-            numbers = {}
-        together: dict[int, Columns] = {}
-        for of_rank in self.ranks.gather(numbers):
-            together |= of_rank
-        return together
+            columns_by_place |= batching.unpack(batch, columns)
+
+        # Ranks that compute a row together all have its columns: the first of them sends these.
+        if self.ranks.part.number > 0:
+            columns_by_place = {}
+        result: dict[int, Columns] = {}
+        for columns_of_rank in self.ranks.gather(columns_by_place):
+            result |= columns_of_rank
+        return result
 
     def evaluate(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Compute "loss" and metrics of the objective, as `Update.totals`, without a step."""
+        """Compute the loss and the metrics of the objective without a step: `Update.totals`."""
         return dict(self._evaluate(self._shares(samples)))
 
     @on_all_ranks
@@ -511,8 +587,8 @@ class Trainer(Together):
     def compare(self, samples: Sequence[TrainSample]) -> tuple[float, dict[str, float]]:
         """Compare the log-probs of the trainer with those of the server's engine.
 
-        Every sample has a sampled token. Returns the mean |difference| over all sampled tokens,
-        and the sums of the objective's `statistics`.
+        Every sample must have a sampled token. Returns the mean |difference| over all sampled
+        tokens, and the sums of the objective's `statistics`.
         """
         sums = dict(self._compare(self._shares(samples)))
         return sums.pop("gap") / sums.pop("tokens"), sums
@@ -520,7 +596,7 @@ class Trainer(Together):
     @on_all_ranks
     @torch.no_grad()
     def _compare(self, share: Share) -> dict[str, float]:
-        rows: list[Tensor] = []
+        sums_of_batches: list[Tensor] = []
         names: list[str] = []
         for batch in self._built(share):
             columns = self.engine.forward(batch)
@@ -528,53 +604,62 @@ class Trainer(Together):
             sums = {"tokens": batch.mask_bt.double().sum(), "gap": gap_bt.sum()}
             sums |= self._sums(batch, columns)
             names = list(sums)
-            rows.append(torch.stack(list(sums.values())))
-        totals = self.ranks.total(torch.stack(rows).sum(dim=0).tolist())
+            sums_of_batches.append(torch.stack(list(sums.values())))
+        # The sums leave the GPU once, not after each micro-batch.
+        totals = self.ranks.total(torch.stack(sums_of_batches).sum(dim=0).tolist())
         return dict(zip(names, totals, strict=True))
 
     @on_all_ranks
     def forget(self) -> None:
-        """Let go of auxiliary models that don't learn, once they won't measure any more."""
+        """Free the auxiliary models that don't learn, once nothing more is measured."""
         for auxiliary in self._objective.auxiliaries:
-            self.columns.pop(auxiliary.column, None)  # a server's was never there
+            self.columns.pop(auxiliary.column, None)  # absent if a server measures the column
         del self.tensors[len(self.learners) :]
         gc.collect()  # hooks of ZeRO-3 hold a model in a cycle
 
     # Weights
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
-        """Write the weights as published; returns the specs of the tensors in memory."""
+        """Write the weights as servers get them; returns the specs of the tensors in memory."""
         named: list[tuple[str, Tensor]] = []
+        copies = self.engine.stage == 3  # ZeRO-3 frees a tensor after its bucket; others stay
 
         def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
-            copies = self.engine.stage == 3  # at other stages a tensor outlives its bucket
-            named.extend((name, tensor.to("cpu", copy=copies)) for name, tensor in bucket)
+            for name, tensor in bucket:
+                named.append((name, tensor.to("cpu", copy=copies)))
 
         self._stream(EXPORT_BYTES, False, sink=take)
         return self.policy.write(folder, named, self.tokenizer, self.setup.dtype)
 
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
-        """Describe the buckets that `stream` will give."""
+        """Describe the buckets that `stream` will pass to its sink."""
         buckets = self.engine.layout(max_bytes, trained=trained)
         return [nccl.layout(self.policy.as_published(bucket)) for bucket in buckets]
 
     def stream(self, max_bytes: int, sink: Sink, *, trained: bool = False) -> None:
-        """Give `sink` the weights, or the trained ones, in buckets of about max_bytes.
+        """Pass all weights, or only the trained ones, to `sink` in buckets of about max_bytes.
 
-        Its error leaves the trainer usable.
+        An error of the sink is raised once all ranks have ended, and leaves the trainer usable.
         """
-        with _deferring(lambda bucket: sink(self.policy.as_published(bucket))) as take:
+
+        def publish(bucket: Sequence[tuple[str, Tensor]]) -> None:
+            sink(self.policy.as_published(bucket))
+
+        with _deferring(publish) as take:
             self._stream(max_bytes, trained, sink=take)
 
     @on_all_ranks
     def _stream(self, max_bytes: int, trained: bool, *, sink: Any = None) -> None:
-        for bucket in self.engine.buckets(max_bytes, trained=trained):  # on rank 0 alone
+        for bucket in self.engine.buckets(max_bytes, trained=trained):  # only rank 0 gets any
             sink(bucket)
 
     # Checkpoints
 
     def state(self, sink: Sink) -> dict[str, Any]:
-        """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; returns the rest."""
+        """Pass a checkpoint's tensors to `sink` in buckets, float32 on the CPU.
+
+        Returns the state that is no tensor, ready for JSON.
+        """
         with _deferring(sink) as take:
             engines = self._state(sink=take)
         return {
@@ -586,33 +671,34 @@ class Trainer(Together):
 
     @on_all_ranks
     def _state(self, *, sink: Any = None) -> dict[str, Any]:
-        """Give the tensors of all learners to the sink; return their counters."""
+        """Pass the tensors of all learners to the sink; returns their counters."""
         for learner in self.learners:
-            for bucket in in_buckets(learner.engine.state(), BUCKET_BYTES):  # on rank 0 alone
+            for bucket in in_buckets(learner.engine.state(), BUCKET_BYTES):  # only rank 0 gets any
                 sink(dict(bucket))
         return {learner.name: learner.engine.counters() for learner in self.learners}
 
-    def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
-        """Restore what `state` gave.
+    def restore(self, saved: SavedTensors, state: Mapping[str, Any]) -> None:
+        """Restore a checkpoint: its tensors, and the result of the method `state`.
 
-        Raises TrainerError, before anything changes, for the state of another model.
+        Raises TrainerError for the state of another model, before anything changes.
         """
         expected: dict[str, tuple[int, ...]] = {}
         for learner in self.learners:
             expected |= learner.engine.shapes()
         saved.check(expected)
-        self._restore(rest, read=saved.read)
-        self._skipped_in_row = rest["skipped_in_row"]
+        self._restore(state, read=saved.read)
+        self._skipped_in_row = state["skipped_in_row"]
 
     @on_all_ranks
     def _restore(
-        self, rest: Mapping[str, Any], *, read: Callable[[str], Tensor] | None = None
+        self, state: Mapping[str, Any], *, read: Callable[[str], Tensor] | None = None
     ) -> None:
         for learner in self.learners:
-            learner.engine.restore(read, rest["engines"][learner.name])
-        size = rest["micro_batch"]
+            learner.engine.restore(read, state["engines"][learner.name])
+        # Micro-batches of another size would sum gradients in another order.
+        size = state["micro_batch"]
         if self.fitted_for is not None and self.fitted_for == size["measured_for"]:
-            self.micro_batch_tokens = size["tokens"]  # other sizes would sum in another order
+            self.micro_batch_tokens = size["tokens"]
 
     # Sharing a GPU with a server
 
@@ -624,11 +710,14 @@ class Trainer(Together):
 
     @on_all_ranks
     def _offload(self) -> None:
-        tensors = itertools.chain.from_iterable(of_model() for of_model in self.tensors)
-        self.away = share_gpu.offload(tensors, self.device)
+        self.away = share_gpu.offload(self._all_tensors(), self.device)
+
+    def _all_tensors(self) -> Iterator[Tensor]:
+        for tensors_of_model in self.tensors:
+            yield from tensors_of_model()
 
     def onload(self) -> None:
-        """Move it back, bit for bit."""
+        """Move the training state back to the GPU, bit for bit."""
         if self.refusal == AWAY:
             self.refusal = ""
             self._onload()
@@ -639,9 +728,16 @@ class Trainer(Together):
         self.away = ()
 
 
+def _delayed(span: Span, seconds: float) -> Span:
+    return span._replace(start=span.start + seconds, end=span.end + seconds)
+
+
 @contextlib.contextmanager
 def _deferring(sink: Sink) -> Iterator[Sink]:
-    """Give a sink whose first error is raised at the end: the other ranks need rank 0 till then."""
+    """Wrap a sink so that its first error is raised at the end.
+
+    The other ranks gather every bucket together with rank 0, which must not leave them early.
+    """
     errors: list[Exception] = []
 
     def take(bucket: Any) -> None:
