@@ -28,11 +28,11 @@ from hocket.trainer.weights import (
     WEIGHTS,
     Weights,
     empty_model,
+    is_multimodal,
     linear_layers,
     load_model,
     part_of,
     published_name,
-    sees,
     write_beside,
 )
 
@@ -99,7 +99,7 @@ class Adapter(Weights):
                     f"model.lora.targets: {path} has no linear layer {target!r} besides its output head, "
                     f"only {', '.join(known)}"
                 )
-        if sees(model.config):  # layers of its vision tower may be called the same
+        if is_multimodal(model.config):  # layers of its vision tower may be called the same
             targets = [
                 name
                 for name in linear

@@ -24,7 +24,7 @@ from hocket.trainer.flops import Shape
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
-from hocket.trainer.weights import head_of, linear_layers, sees
+from hocket.trainer.weights import head_of, is_multimodal, linear_layers
 from hocket.types import Image, TokenSequence, TrainSample
 
 GIB = 1 << 30
@@ -156,7 +156,7 @@ def needed(
     """
     parts = []
     for model, whole in models:
-        if sees(whole.config) and config.sequence_parallel > 1:
+        if is_multimodal(whole.config) and config.sequence_parallel > 1:
             raise ConfigError(
                 f"trainer.sequence_parallel: images of {model.path} can't be divided; set 1"
             )

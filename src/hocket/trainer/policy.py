@@ -29,11 +29,11 @@ from hocket.trainer.logprobs import (
 )
 from hocket.trainer.weights import (
     WEIGHTS,
-    attending,
+    attention_setting,
     empty_model,
     head_of,
+    is_multimodal,
     load_model,
-    sees,
     unshared,
 )
 from hocket.types import Image
@@ -80,7 +80,7 @@ class Policy(nn.Module):
         self.weights.prepare(model, seed)
         self.model = model
         self.vision: Any = None
-        if sees(model.config):
+        if is_multimodal(model.config):
             from hocket.trainer.vision import Vision
 
             self.vision = Vision(config.path, model)
@@ -215,7 +215,7 @@ class Policy(nn.Module):
         packed_brh = self._hidden(row_br, segments, images)
 
         # Each alone.
-        self.model.set_attn_implementation(attending(self.model.config, "eager"))
+        self.model.set_attn_implementation(attention_setting(self.model.config, "eager"))
         alone = []
         for sequence_bt in (first_bt, second_bt, third_bt):
             inputs: dict[str, Tensor] = {"input_ids": sequence_bt}
@@ -227,7 +227,7 @@ class Policy(nn.Module):
         if not self.scores:  # a classifier has logits at the last position only
             expected_logits = self.model(**inputs, use_cache=False).logits  # of the third
             logits = logits_kind.of(head_of(self.model)(alone[2]).float())
-        self.model.set_attn_implementation(attending(self.model.config, attention.NAME))
+        self.model.set_attn_implementation(attention_setting(self.model.config, attention.NAME))
 
         if not _are_close(logits, expected_logits):
             self._refuse("changes its logits after the output head")
