@@ -34,7 +34,7 @@ class Vision:
         blank = png(new("RGB", (BLANK_PIXELS, BLANK_PIXELS), "white"))
         self.blank = Image(file=blank, name="", start=2, length=0, placeholder=self.token)
 
-    def look(self, model: Any) -> Image:
+    def measure_blank(self, model: Any) -> Image:
         """Count the tokens of the blank image; call this before any other forward pass.
 
         Returns the blank as an image that stands behind two tokens.
