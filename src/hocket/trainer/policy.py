@@ -112,7 +112,7 @@ class Policy(nn.Module):
             contextlib.nullcontext
         )
         self._choose(kernels, gradient_checkpointing)
-        architecture.evaluates(model)
+        architecture.set_evaluation_mode(model)
         if config.float32_head:
             compute_in_float32(head_of(model))
 
