@@ -1,6 +1,7 @@
-"""What `trainer.*` chooses by name: kernels, ways to recompute activations, ways to divide a row among ranks.
+"""Register kernels, ways to recompute activations, and ways to divide a row among ranks.
 
-Torch is imported only for a choice of the user's, so that a config is refused at once.
+Settings of the trainer choose them by name. Torch is imported only if a choice needs it, so that a
+config is refused at once.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class Kernels:
-    """Other kernels than PyTorch's own; `trainer.kernels` names them, with the options that `__init__` takes.
+    """Replaces PyTorch's kernels by others.
+
+    `trainer.kernels` names a subclass, with the options that its `__init__` takes.
 
     Example: a plugin that has torch.compile take the whole model.
 
@@ -31,17 +34,21 @@ class Kernels:
     """
 
     def refuse(self, config: TrainerConfig) -> None:
-        """Raise ConfigError where other settings contradict these kernels; called before a model is loaded."""
+        """Raise ConfigError if other settings contradict these kernels.
+
+        It is called before a model is loaded.
+        """
 
     def apply(self, model: Any) -> None:
-        """Have a transformers model on the CPU use them from its first forward pass on."""
+        """Change a transformers model so that it uses these kernels; it is on the CPU as yet."""
         raise NotImplementedError
 
 
 class Recomputation:
-    """Recomputes each layer in the backward pass from the input that it keeps (trainer.gradient_checkpointing=true).
+    """Recomputes each layer in the backward pass from the layer's input, which it keeps.
 
-    A subclass saves more memory; `trainer.gradient_checkpointing` names it.
+    This is trainer.gradient_checkpointing=true. A subclass saves more memory;
+    `trainer.gradient_checkpointing` names it.
 
     Example: a plugin that keeps the layers' inputs on the CPU.
 
@@ -55,46 +62,65 @@ class Recomputation:
     """
 
     gathered_at_once: tuple[str, ...] = ()
-    """Last parts of names of modules that ranks call different numbers of times: ZeRO-3 gathers each once for all."""
+    """Last parts of the names of modules that some ranks call more often than others.
+
+    ZeRO-3 gathers the weights of each once, with all modules in it, as ranks must gather together.
+    """
 
     def prepare(self, model: Any) -> None:
-        """Change a transformers model, which recomputes its layers already."""
+        """Change a transformers model; it recomputes its layers already."""
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Return a context for one forward pass of the layers."""
+        """Make the context in which a forward pass of the layers runs."""
         return nullcontext()
 
     def bytes_per_token(self, shape: "Shape", itemsize: int, layer: float) -> float:
-        """Return the bytes of activations per token at the peak; `layer`: of one layer while it is recomputed."""
+        """Estimate the bytes of activations per token at the peak of the backward pass.
+
+        Args:
+            shape: the sizes of the model.
+            itemsize: bytes of a number.
+            layer: bytes per token of all activations of a layer.
+        """
+        # The inputs of all layers, and the activations of the layer that is recomputed.
         return shape.layers * itemsize * shape.hidden + layer
 
 
-EAGER = "eager"  # PyTorch's own kernels
+EAGER = "eager"  # the name of PyTorch's own kernels
+
 KERNELS: Registry[Callable[..., Kernels]] = Registry(
     "kernels", compile="hocket.extras.kernels", liger="hocket.extras.kernels"
 )
 kernels = KERNELS.register
 """Decorator of a subclass of Kernels, which `trainer.kernels` then names."""
+
 RECOMPUTATIONS: Registry[Callable[..., Recomputation]] = Registry(
     "recomputation", long="hocket.extras.long_rows"
 )
 recomputation = RECOMPUTATIONS.register
 """Decorator of a subclass of Recomputation, which `trainer.gradient_checkpointing` then names."""
+
 ROW_DIVISIONS: Registry[Callable[[int, "Ranks"], "RowPart"]] = Registry(
     "row division", ulysses="hocket.extras.ulysses"
 )
 row_division = ROW_DIVISIONS.register
-"""Decorator of a function (number of ranks that compute a row together, all ranks) → this rank's part of a row."""
+"""Decorator of a function that makes this rank's part of a row.
+
+Its arguments are the number of ranks that compute a row together, and all ranks.
+"""
 
 
 def check(config: TrainerConfig) -> None:
-    """Raise ConfigError for names that nobody has registered, or contradictions; plugins must be loaded."""
+    """Raise ConfigError for names that are not registered, and for settings that contradict.
+
+    Plugins must be loaded.
+    """
     if config.kernels != EAGER:
         chosen_kernels(config.kernels).refuse(config)
     if config.gradient_checkpointing:
         chosen_recomputation(config.gradient_checkpointing)
     if not isinstance(config.share_prefixes, bool):
-        from hocket.trainer import packing  # which needs numpy
+        from hocket.trainer import packing  # it imports numpy
 
         packing.chosen_packer(config.share_prefixes)
     if config.sequence_parallel > 1:
@@ -107,7 +133,10 @@ def chosen_kernels(chosen: str | dict[str, Any]) -> Kernels:
 
 
 def chosen_recomputation(chosen: bool | str | dict[str, Any]) -> Recomputation:
-    """Make what trainer.gradient_checkpointing, which is not false, chooses. Raises ConfigError."""
+    """Make the recomputation that trainer.gradient_checkpointing names. Raises ConfigError.
+
+    `chosen` is not False.
+    """
     if isinstance(chosen, bool):
         return Recomputation()
     return RECOMPUTATIONS.choose(chosen, "trainer.gradient_checkpointing")()

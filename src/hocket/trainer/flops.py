@@ -1,7 +1,8 @@
-"""The sizes of a decoder, the floating-point operations of a step, and the device's peak: what the MFU is made of.
+"""Count the floating-point operations of a step, and the device's peak: the MFU is their quotient.
 
-Counted as in PaLM (arXiv 2204.02311, appendix B), two per multiply-add: causal attention within each sequence, the
-chosen experts, the head over trained tokens; no recomputation, norms, activations or softmax.
+They are counted as in PaLM (arXiv 2204.02311, appendix B), two per multiply-add. Causal attention
+counts within each sequence, a mixture's layer for the chosen experts, and the head for trained
+tokens. Recomputation, norms, activation functions and the softmax are left out.
 """
 
 import copy
@@ -19,9 +20,12 @@ from transformers import PreTrainedModel
 
 from hocket.trainer.weights import head_of, part_of
 
-ALL = 1 << 40  # a window without a bound
-MEASURED_S = 2e-3  # least, of a product: starting threads takes some of a shorter one
-PEAKS = {  # device → dense 16-bit operations per second with float32 sums, from the data sheets
+ALL = 1 << 40  # the window of a layer without a window
+# A measured product takes at least this many seconds: starting threads takes much of a shorter one.
+MEASURED_S = 2e-3
+# Dense 16-bit operations per second with float32 sums, from the data sheets. A name comes before
+# its own beginning, as the first match counts.
+PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -33,29 +37,32 @@ PEAKS = {  # device → dense 16-bit operations per second with float32 sums, fr
 
 
 class Shape(NamedTuple):
-    """Sizes per token: of a mixture, those of the experts that one takes."""
+    """The sizes of a decoder; in a mixture of experts, those of the experts that a token takes."""
 
-    layers: int
-    hidden: int
-    heads: int  # of queries
-    query: int  # of all heads
-    key: int  # of all heads of keys, and of values
-    pair: int  # of all heads of queries, and of values: what a token and one that it sees take
-    inner: int  # of the feed-forward layer
-    experts: int  # that a token takes in each layer; 0: no mixture
-    windows: tuple[int, ...]  # per layer: tokens that one sees, itself included
+    layers: int  # number of layers
+    hidden: int  # width between the layers
+    heads: int  # number of query heads
+    query: int  # width of all query heads together
+    key: int  # width of all key heads together, which is that of all value heads
+    # Multiply-adds of attention for a pair of a token and one that it sees: the width of all query
+    # heads, for the score, plus that of all their values.
+    pair: int
+    inner: int  # width of the feed-forward layer
+    experts: int  # experts that a token takes in each layer; 0: no mixture
+    windows: tuple[int, ...]  # of each layer: tokens that a token sees, itself included
 
     @property
     def key_share(self) -> float:
-        """Memory of a key and a value, in a layer, as a part of that of a position's activations."""
+        """Memory of a key and a value in a layer, over that of all activations of a position."""
         return 2 * self.key / (3 * self.query + 2 * self.key + 4 * self.inner)
 
     @classmethod
     def of(cls, model: Any) -> "Shape":
+        """Read the sizes from the config of a transformers model."""
         text = copy.copy(model.config.get_text_config())
-        text.allow_global_per_layer_attribute_access = (
-            True  # Gemma 4 has wider heads in some layers
-        )
+        # Some layers of Gemma 4 have wider heads; without this, its config refuses to tell one
+        # width for all layers.
+        text.allow_global_per_layer_attribute_access = True
 
         def size(name: str, default: int) -> int:
             return getattr(text, name, None) or default
@@ -63,11 +70,16 @@ class Shape(NamedTuple):
         heads = size("num_attention_heads", 1)
         head = size("head_dim", text.hidden_size // heads)
         inner = size("intermediate_size", 4 * text.hidden_size)
-        if isinstance(inner, list):  # by layer (Gemma 3n)
+        if isinstance(inner, list):  # Gemma 3n has a width for each layer
             inner = max(inner)
         experts = size("num_experts_per_tok", 0)
+        if experts:
+            inner = experts * size("moe_intermediate_size", inner)
+
+        # A config that has a window and no list of layer types uses the window in all layers.
         kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
         window = size("sliding_window", ALL)
+        windows = tuple(window if kind == "sliding_attention" else ALL for kind in kinds)
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
@@ -75,86 +87,92 @@ class Shape(NamedTuple):
             query=head * heads,
             key=head * size("num_key_value_heads", heads),
             pair=heads * (size("qk_head_dim", head) + size("v_head_dim", head)),
-            inner=experts * size("moe_intermediate_size", inner) if experts else inner,
+            inner=inner,
             experts=experts,
-            windows=tuple(window if kind == "sliding_attention" else ALL for kind in kinds),
+            windows=windows,
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """Operations of one forward and backward pass."""
+    """Operations of a forward and backward pass, per token and per pair of tokens."""
 
-    per_position: float  # matrix products of all layers for one token
-    per_trained_token: float  # the output head for one token
-    per_pair: float  # attention of one layer for a pair of tokens
-    windows: tuple[int, ...]  # per layer: tokens that one sees, itself included
+    per_position: float  # matrix products of all layers for a token
+    per_trained_token: float  # the output head for a token
+    per_pair: float  # attention in a layer for a pair of tokens
+    windows: tuple[int, ...]  # of each layer: tokens that a token sees, itself included
 
     @property
     def pairs(self) -> float:
-        """Pairs of tokens whose attention costs as much as all products for one token."""
+        """Pairs of tokens whose attention costs as much as all matrix products for a token."""
         return self.per_position / (self.per_pair * len(self.windows))
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Count them of a language model with whole weights, as on the meta device; not of what sees."""
+    """Count the operations of a model's language part, without its vision tower.
+
+    The weights must be whole, as on the meta device: ZeRO-3 and quantization change their shapes.
+    """
     shape = Shape.of(model)
     head = head_of(model)
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if module is not head
-        and not isinstance(module, nn.Embedding)
-        and part_of(name) == "language"
-    ]
+    per_position = 0.0
+    for name, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding) or part_of(name) != "language":
+            continue
+        per_position += _products(module, shape.experts)
     return ModelFlops(
-        per_position=sum(_products(layer, shape.experts) for layer in layers),
+        per_position=per_position,
         per_trained_token=_products(head, shape.experts),
-        per_pair=3 * 2 * shape.pair,  # scores, their product with values
+        # 2 per multiply-add; 3 for the forward pass and the gradients of both factors.
+        per_pair=3 * 2 * shape.pair,
         windows=shape.windows,
     )
 
 
 def _products(layer: nn.Module, experts: int) -> float:
-    """Return the operations of a layer's own weights for one token."""
+    """Count the operations of a module's matrix products for a token, its submodules left out."""
     total = 0.0
     for name, weight in layer.named_parameters(recurse=False):
-        if weight.dim() > 1 and not name.endswith("bias"):
-            share = (
-                experts / len(weight) if experts and weight.dim() == 3 else 1.0
-            )  # of [experts, in, out]
-            total += (
-                weight.numel() * share * 2 * (3 if weight.requires_grad else 2)
-            )  # output, gradients of both
+        if weight.dim() < 2 or name.endswith("bias"):
+            continue
+        # A mixture has the weights of all experts in a tensor [experts, in, out].
+        share = 1.0
+        if experts and weight.dim() == 3:
+            share = experts / len(weight)
+        # A frozen weight has an output and a gradient of its input, but no gradient of its own.
+        num_products = 3 if weight.requires_grad else 2
+        total += weight.numel() * share * 2 * num_products
     return total
 
 
 def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens: int) -> float:
-    """Return the operations of one optimiser step over all ranks."""
+    """Count the operations of an optimizer step over all ranks."""
     total = model.per_position * sum(segment_lengths) + model.per_trained_token * trained_tokens
     for window, num_layers in Counter(model.windows).items():
         for length in segment_lengths:
-            seen = min(length, window)
-            pairs = (
-                seen * (seen + 1) // 2 + (length - seen) * seen
-            )  # of a token and one that it sees
+            # The first tokens see all before them, the others a whole window.
+            ramp = min(length, window)
+            pairs = ramp * (ramp + 1) // 2 + (length - ramp) * ramp
             total += num_layers * model.per_pair * pairs
     return total
 
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return operations per second: the data sheet's, else the best of some matrix products."""
+    """Find the device's peak in operations per second.
+
+    It is the data sheet's if PEAKS has the device, else the best of some matrix products.
+    """
     if device.type == "cuda" and dtype != torch.float32:
-        known = known_peak(torch.cuda.get_device_name(device))
-        if known is not None:
-            return known
+        peak = known_peak(torch.cuda.get_device_name(device))
+        if peak is not None:
+            return peak
     size = 256
     best = 0.0
     while best < MEASURED_S and size < 4096:
         size *= 2
         matrix = torch.ones(size, size, device=device, dtype=dtype)
-        best = min(_seconds_of_product(matrix) for _ in range(6))  # the first one warms up
+        best = min(_seconds_of_product(matrix) for _ in range(6))  # the first product warms up
     return 2.0 * size**3 / best
 
 
@@ -165,6 +183,8 @@ def _seconds_of_product(matrix: Tensor) -> float:
 
 
 def known_peak(name: str) -> float | None:
-    """Return the data sheet's peak; None for one that is not listed, or a part of one (MIG)."""
-    found = (peak for device, peak in PEAKS.items() if re.search(rf"\b{device}\b(?!.*MIG)", name))
-    return next(found, None)
+    """Look up the data sheet's peak of a device; None if PEAKS lacks it, or for a MIG part."""
+    for device, peak in PEAKS.items():
+        if re.search(rf"\b{device}\b(?!.*MIG)", name):
+            return peak
+    return None

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens; the logits of a whole batch never exist at the same time."""
+"""Compute the log-probabilities of target tokens, without the logits of a whole batch in memory."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,23 +14,29 @@ from hocket.errors import ConfigError
 if TYPE_CHECKING:
     from hocket.trainer.batching import TrainBatch
 
-CHUNK_TOKENS = 512  # of a policy's forward pass
-KEPT_BYTES = 128 << 20  # of a row's log-probs of all tokens; to compute more again saves memory
+# Positions whose logits exist at the same time in a forward pass of the policy.
+CHUNK_TOKENS = 512
+# The log-probs of a row over the whole vocabulary are kept for the backward pass up to this many
+# bytes. Larger ones are computed again, which saves memory.
+KEPT_BYTES = 128 << 20
 
 
 class Logits(NamedTuple):
-    """What becomes of the output of a model's head."""
+    """Turns the output of a model's head into its logits: cap · tanh(factor · output / cap)."""
 
     factor: float = 1.0
-    cap: float | None = None  # that they stay below
+    cap: float | None = None  # bound of the absolute value (Gemma); None: no bound
 
     def of(self, output: Tensor) -> Tensor:
+        """Compute the logits from the head's output, of any shape."""
         scaled = output if self.factor == 1 else output * self.factor
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
 class TokenStatistics:
-    """Numbers about the distribution p of each sampled token, taken on the way of a forward pass, and their sums.
+    """Computes metrics from the whole distribution p of each sampled token.
+
+    `of_tokens` runs within the forward pass, where p exists; `sums` runs after the pass.
 
     Example: a plugin that reports how likely the likeliest tokens are.
 
@@ -43,7 +49,8 @@ class TokenStatistics:
             def sums(
                 self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
             ) -> dict[str, Tensor]:
-                return {"highest": of_tokens[0].exp().where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global}
+                highest_bt = of_tokens[0].exp().where(batch.mask_bt, 0.0)
+                return {"highest": highest_bt.sum() / batch.num_tokens_global}
 
         @token_statistics("highest")
         def highest(config: Config) -> TokenStatistics:
@@ -53,19 +60,24 @@ class TokenStatistics:
     def of_tokens(
         self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor
     ) -> Sequence[Tensor]:
-        """Compute numbers of c tokens, [c] each, without gradient.
+        """Compute numbers of a chunk of c tokens, each a tensor [c], without gradient.
 
         Args:
             logprobs_cv: log p of all v tokens of the vocabulary.
             entropies_cv: −p log p; may be overwritten.
-            entropy_c: its sums.
+            entropy_c: the sums of entropies_cv over the vocabulary.
         """
         raise NotImplementedError
 
     def sums(
         self, batch: "TrainBatch", logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
     ) -> dict[str, Tensor]:
-        """Sum the numbers of a micro-batch, [b, t] each and 0 where its mask is False, into metrics of the step."""
+        """Sum a micro-batch's numbers into metrics of the step.
+
+        Args:
+            of_tokens: the numbers that `of_tokens` computed, [b, t] each, and 0 where the batch's
+                mask is False.
+        """
         raise NotImplementedError
 
 
@@ -73,20 +85,25 @@ TOKEN_STATISTICS: Registry[Callable[[Config], TokenStatistics | None]] = Registr
     "token statistics", draws="hocket.extras.checks.draws"
 )
 token_statistics = TOKEN_STATISTICS.register
-"""Decorator of a function that makes TokenStatistics, or returns None where the config needs none."""
+"""Decorator of a function that makes TokenStatistics, or returns None if the config needs none."""
 
 
 def chosen_statistics(config: Config) -> TokenStatistics | None:
-    """Make the statistics that a run takes. Raises ConfigError where two are asked for."""
+    """Make the token statistics of a run, or return None if the config needs none.
+
+    Raises ConfigError if two registered functions make some.
+    """
     chosen: TokenStatistics | None = None
     for make in TOKEN_STATISTICS.each():
-        made = make(config)
-        if made is not None and chosen is not None:
-            names = f"{type(chosen).__name__} and {type(made).__name__}"
+        statistics = make(config)
+        if statistics is None:
+            continue
+        if chosen is not None:
+            names = f"{type(chosen).__name__} and {type(statistics).__name__}"
             raise ConfigError(
                 f"{names} both take statistics of tokens, and only one can: turn one off"
             )
-        chosen = made or chosen
+        chosen = statistics
     return chosen
 
 
@@ -104,53 +121,79 @@ def token_logprobs(
     recomputes: bool = True,
     statistics: TokenStatistics | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute log p(target), p's entropy, and the statistics of tokens, float32 [b, t] each.
+    """Compute log p(target), the entropy of p, and the token statistics, each float32 [b, t].
 
-    p is softmax(lm_head(hidden) / temperature). Logits exist for `chunk_tokens` positions at a time, and again in the
-    backward pass; without `recomputes` it has kept log p, 4 bytes per position and token of the vocabulary.
+    p is softmax(lm_head(hidden) / temperature). Logits exist for `chunk_tokens` positions at a
+    time. The backward pass computes them again. Without `recomputes` it uses log p as the forward
+    pass computed it, which takes 4 bytes per position and token of the vocabulary.
 
     Args:
-        lm_head: hidden [n, h] → logits [n, vocabulary]; of a module, for ZeRO-3's hooks.
-        trained_n: places in the flattened [b, t], as a mask would have the host wait; elsewhere the results are 0.
-        row_n: their places in the flattened [b, r] of the hidden states.
-        max_tokens: the head is called as often as for this many positions.
-        entropy_gradient: costs another pass over a chunk's logits.
+        hidden_brh: the last hidden states of the rows.
+        lm_head: maps hidden states [n, h] to logits [n, vocabulary]. It must call the head's
+            module, so that ZeRO-3's hooks gather the weights.
+        target_ids_bt: the token to predict at each place.
+        temperature: the sampling temperature of p.
+        chunk_tokens: positions per call of the head.
+        trained_n: places in the flattened [b, t] whose results are computed; elsewhere these are 0.
+            Places rather than a mask: with a mask, the host would wait for the device.
+        row_n: places of the same n positions in the flattened [b, r] of the hidden states.
+        max_tokens: the head is called as often as this many positions need, which must be the same
+            on all ranks.
+        entropy_gradient: whether the entropy has a gradient; it costs another pass over a chunk's
+            logits.
+        recomputes: whether the backward pass computes the logits again.
+        statistics: what else is computed from p.
     """
     hidden_nh = hidden_brh.flatten(0, 1).index_select(0, row_n)
     targets_n = target_ids_bt.flatten().index_select(0, trained_n)
-    num_calls = max(1, -(-max(len(targets_n), max_tokens) // chunk_tokens))
 
-    def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, ...]:
+    def compute_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, ...]:
         logits_cv = lm_head(hidden_ch).float()
-        logprobs_cv = (logits_cv if temperature == 1 else logits_cv / temperature).log_softmax(
-            dim=-1
-        )
+        if temperature != 1:
+            logits_cv = logits_cv / temperature
+        logprobs_cv = logits_cv.log_softmax(dim=-1)
         logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
+
         with torch.no_grad():
             probs_cv = logprobs_cv.exp()
-            entropies_cv = torch.special.entr(probs_cv, out=probs_cv)  # −p log p, 0 where p is
+            # −p log p, and 0 where p is 0. It overwrites p to save memory.
+            entropies_cv = torch.special.entr(probs_cv, out=probs_cv)
             entropy_c = entropies_cv.sum(dim=-1)
-            others = (
-                statistics.of_tokens(logprobs_cv, entropies_cv, entropy_c) if statistics else ()
-            )
-        # Last: the backward pass computes again only what it needs.
-        if entropy_gradient and torch.is_grad_enabled():
-            entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(
-                dim=-1
-            )
-        return logprobs_c, entropy_c, *others
+            numbers: Sequence[Tensor] = ()
+            if statistics:
+                numbers = statistics.of_tokens(logprobs_cv, entropies_cv, entropy_c)
 
+        # The differentiable entropy comes last: the backward pass recomputes this function only up
+        # to the last tensor that it needs.
+        if entropy_gradient and torch.is_grad_enabled():
+            finite_cv = logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)
+            entropy_c = -(logprobs_cv.exp() * finite_cv).sum(dim=-1)
+        return logprobs_c, entropy_c, *numbers
+
+    # Every rank calls the head equally often, with empty chunks at the end if it has fewer
+    # positions: each call gathers weights from all ranks (ZeRO-3).
+    num_tokens = max(len(targets_n), max_tokens)
+    num_chunks = max(1, -(-num_tokens // chunk_tokens))  # rounded up
     chunks = []
-    for start in range(0, num_calls * chunk_tokens, chunk_tokens):
-        part = (hidden_nh[start : start + chunk_tokens], targets_n[start : start + chunk_tokens])
+    for start in range(0, num_chunks * chunk_tokens, chunk_tokens):
+        hidden_ch = hidden_nh[start : start + chunk_tokens]
+        targets_c = targets_n[start : start + chunk_tokens]
         if recomputes:
-            chunks.append(
-                checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False)
+            columns = checkpoint(
+                compute_chunk,
+                hidden_ch,
+                targets_c,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
         else:
-            chunks.append(of_chunk(*part))
+            columns = compute_chunk(hidden_ch, targets_c)
+        chunks.append(columns)
+
+    # Join the chunks of each column, and put the n values back to their places.
     zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_brh.device)
-    columns_n = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    return tuple(
-        zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt) for values_n in columns_n
-    )
+    results = []
+    for parts in zip(*chunks, strict=True):
+        values_n = torch.cat(parts)
+        results.append(zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt))
+    return tuple(results)

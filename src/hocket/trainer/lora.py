@@ -1,6 +1,7 @@
-"""LoRA: low-rank updates beside frozen weights, in PEFT's format. Nothing else imports peft.
+"""LoRA: train low-rank updates beside frozen weights, and write them in PEFT's format.
 
-An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685), with B [out, rank] zero at first.
+An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685), with B [out, rank] zero at
+first. No other module imports peft.
 """
 
 import functools
@@ -28,17 +29,18 @@ from hocket.trainer.weights import (
     WEIGHTS,
     Weights,
     empty_model,
+    is_multimodal,
     linear_layers,
     load_model,
     part_of,
     published_name,
-    sees,
     write_beside,
 )
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
-# Settings of PEFT that say where an adapter is and how it was trained, besides its scale.
+_FILE_PREFIX = "base_model.model."  # with which PEFT's names in a file begin
+# Settings of PEFT that do not change what an adapter computes, besides its scale: they say where it
+# is and how it was trained.
 PLAIN = {
     "r",
     "lora_alpha",
@@ -46,8 +48,6 @@ PLAIN = {
     "target_modules",
     "layers_to_transform",
     "layers_pattern",
-}
-PLAIN |= {
     "exclude_modules",
     "task_type",
     "revision",
@@ -61,14 +61,14 @@ _NAME = "default"  # PEFT's name of the adapter, part of the parameters' names i
 log = logging.getLogger(__name__)
 
 
-@functools.cache  # once, however many models a plan considers
+@functools.cache  # a plan considers many models, and warns once
 def _warn(message: str) -> None:
     log.warning(message)
 
 
 @WEIGHTS.register("adapter")
 class Adapter(Weights):
-    """The adapter alone is trained, in the precision of the frozen model."""
+    """Trains an adapter alone, in the precision of the frozen model."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -76,65 +76,79 @@ class Adapter(Weights):
         self._lora = config.lora
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the options of `from_pretrained` for 4-bit weights, if the config wants these."""
         return quantization(dtype) if self.config.quantizes else {}
 
     def prepare(self, model: transformers.PreTrainedModel, seed: int) -> None:
+        """Add the adapter to the model, which freezes all other weights.
+
+        Raises ConfigError if the model lacks the layers that are to be adapted.
+        """
         import peft
 
-        path = self.config.path
-        settings = self._lora
-        linear = [
-            name for name, _ in linear_layers(model) if part_of(name) == "language"
-        ]  # servers adapt no other
-        known = sorted({name.rpartition(".")[2] for name in linear})
-        if not known:
-            raise ConfigError(
-                f"model.lora: {path} has no linear layer besides its output head (GPT-2's are Conv1D, which vLLM can't "
-                "adapt); leave model.lora out and train the whole model"
-            )
-        targets = known if settings.targets == "all-linear" else sorted(settings.targets)
-        for target in targets:
-            if not any(f".{name}".endswith(f".{target}") for name in linear):
-                raise ConfigError(
-                    f"model.lora.targets: {path} has no linear layer {target!r} besides its output head, "
-                    f"only {', '.join(known)}"
-                )
-        if sees(model.config):  # layers of its vision tower may be called the same
-            targets = [
-                name
-                for name in linear
-                if f".{name}".endswith(tuple(f".{target}" for target in targets))
-            ]
+        targets = self._targets(model)
         torch.manual_seed(seed)
-        made = peft.LoraConfig(
+        peft_config = peft.LoraConfig(
             task_type="CAUSAL_LM",
-            r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it takes any number
+            r=self._lora.rank,
+            lora_alpha=self._lora.alpha,  # type: ignore[arg-type]  # it takes any number
             target_modules=targets,
         )
-        model.add_adapter(made, _NAME)
+        model.add_adapter(peft_config, _NAME)
         for parameter in model.parameters():
             if parameter.requires_grad:  # PEFT made it float32; DeepSpeed keeps master weights
                 parameter.data = parameter.data.to(model.dtype)
+
+        path = self.config.path
+        is_folder = Path(path).is_dir()
         self.adapter = AdapterConfig(
-            base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
-            r=settings.rank,
-            lora_alpha=settings.alpha,
+            base_model_name_or_path=str(Path(path).resolve()) if is_folder else path,
+            r=self._lora.rank,
+            lora_alpha=self._lora.alpha,
             target_modules=[published_name(model, target) for target in targets],
         )
 
+    def _targets(self, model: transformers.PreTrainedModel) -> list[str]:
+        """Choose the layers to adapt, by the last parts of their names or, in full, by layer."""
+        path = self.config.path
+
+        # Servers adapt the layers of the language part alone.
+        layers = [name for name, _ in linear_layers(model) if part_of(name) == "language"]
+        last_parts = sorted({name.rpartition(".")[2] for name in layers})
+        if not last_parts:
+            raise ConfigError(
+                f"model.lora: {path} has no linear layer besides its output head (GPT-2's are "
+                "Conv1D, which vLLM can't adapt); leave model.lora out and train the whole model"
+            )
+        chosen = self._lora.targets
+        targets = last_parts if chosen == "all-linear" else sorted(chosen)
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in layers):
+                raise ConfigError(
+                    f"model.lora.targets: {path} has no linear layer {target!r} besides its output "
+                    f"head, only {', '.join(last_parts)}"
+                )
+        if not is_multimodal(model.config):
+            return targets
+
+        # Layers of the vision tower may have the same names, so each layer is named in full.
+        endings = tuple(f".{target}" for target in targets)
+        return [name for name in layers if f".{name}".endswith(endings)]
+
     def notice(self, model: Any) -> None:
-        parts = [
-            (name, part) for name, part in model.named_parameters() if part_of(name) == "language"
-        ]
-        experts = sum(
-            part.numel() for name, part in parts if part.ndim == 3
-        )  # of all experts in one tensor
+        """Warn that the experts of a mixture are not adapted, where they are not linear layers."""
+        total = 0
+        experts = 0
+        for name, parameter in model.named_parameters():
+            if part_of(name) == "language":
+                total += parameter.numel()
+                if parameter.ndim == 3:  # all experts of a layer in one tensor
+                    experts += parameter.numel()
         if experts:
-            share = experts / sum(part.numel() for _, part in parts)
-            fact = f"the experts of {self.config.path}, {share:.0%} of its weights, are none, so they stay as they are"
             _warn(
-                f"model.lora changes linear layers alone, and {fact}; leave model.lora out to train them"
+                f"model.lora changes linear layers alone, and the experts of {self.config.path}, "
+                f"{experts / total:.0%} of its weights, are none, so they stay as they are; leave "
+                "model.lora out to train them"
             )
 
     @contextmanager
@@ -146,10 +160,12 @@ class Adapter(Weights):
             model.enable_adapters()
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        named = {name.replace(f".{_NAME}.", "."): tensor for name, tensor in named.items()}
-        return {
-            f"{_FILE_PREFIX}{published_name(model, name)}": tensor for name, tensor in named.items()
-        }
+        """Convert the adapter's parameters to the names that PEFT gives them in files."""
+        result = {}
+        for name, tensor in named.items():
+            name_in_file = published_name(model, name.replace(f".{_NAME}.", "."))
+            result[f"{_FILE_PREFIX}{name_in_file}"] = tensor
+        return result
 
     def write(
         self,
@@ -159,15 +175,21 @@ class Adapter(Weights):
         published: dict[str, Tensor],
         dtype: torch.dtype,
     ) -> None:
+        """Write the adapter alone; servers have the model under it."""
         assert self.adapter is not None
         save(folder, self.adapter, published)
 
     def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
+        """Write a whole model from a checkpoint's adapter."""
         tensors = self.published(empty_model(self.config.path), tensors)
         _merge(tensors, self._lora.alpha / self._lora.rank, self.config.path, output)
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
+        """Write a whole model from a published adapter, which PEFT may have written.
+
+        Raises ConfigError if the folder has no adapter, or one that computes more than a product.
+        """
         try:
             values = json.loads((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
             tensors = load_file(folder / WEIGHTS_FILE)
@@ -184,16 +206,20 @@ class Adapter(Weights):
             raise ConfigError(
                 f"{folder} is not an adapter of a run with model.lora, or of PEFT: {error}"
             ) from error
-        if odd := _more_than_products(values):
-            advice = "merge it with PEFT's merge_and_unload"
+        unusual = _more_than_products(values)
+        if unusual:
             raise ConfigError(
-                f"{folder} has {', '.join(odd)}, which is more than export computes; {advice}"
+                f"{folder} has {', '.join(unusual)}, which is more than export computes; merge it "
+                "with PEFT's merge_and_unload"
             )
         _merge(tensors, scale, path, output)
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
-    """Return transformers' options to load frozen weights in 4 bits (QLoRA, arXiv 2305.14314)."""
+    """Return transformers' options to load frozen weights in 4 bits (QLoRA, arXiv 2305.14314).
+
+    Raises ConfigError without a CUDA device, or without bitsandbytes.
+    """
     if not torch.cuda.is_available():
         raise ConfigError("model.lora.quantize needs a CUDA device; leave it out here")
     need("model.lora.quantize", "bitsandbytes")
@@ -207,52 +233,58 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _more_than_products(values: dict[str, Any]) -> list[str]:
-    """Return the settings of an adapter, which PEFT may have written, that make it more than W + alpha / r · B A."""
+    """List the settings of an adapter with which it is more than W + alpha / r · B A.
+
+    These are the settings that are not PEFT's defaults, PLAIN left out.
+    """
     import peft
 
-    usual = {**peft.LoraConfig().to_dict(), "peft_type": "LORA"}  # type: ignore[no-untyped-call]
-    return sorted(
-        f"{name}={values[name]}"
-        for name in values.keys() - PLAIN
-        if values[name] != usual.get(name)
-    )
+    defaults = peft.LoraConfig().to_dict()  # type: ignore[no-untyped-call]
+    defaults["peft_type"] = "LORA"
+    names = [name for name in values.keys() - PLAIN if values[name] != defaults.get(name)]
+    return sorted(f"{name}={values[name]}" for name in names)
 
 
 def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> None:
+    """Write an adapter's parameters and config as PEFT does."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
 
 
 def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) -> None:
-    """Write the model at `path` with W + scale · B A in place of W, and whole tensors as they are."""
+    """Write the model at `path` with W + scale · B A in place of each adapted W.
+
+    Tensors that are whole weights, as the head of a classifier, replace those of the model. Raises
+    ConfigError if a tensor fits no weight of the model.
+    """
     scores = f"{_FILE_PREFIX}{SCORE}" in tensors
     tokenizer = model_folder.examine(ModelConfig(path=path), head=None if scores else "logits")
     model = load_model(path, scores=scores, dtype="auto")
-    left = dict(tensors)
+    unused = dict(tensors)
     for name, parameter in model.named_parameters():
         layer = f"{_FILE_PREFIX}{published_name(model, name.removesuffix('.weight'))}"
-        if f"{layer}.weight" in left:
-            parameter.data.copy_(left.pop(f"{layer}.weight"))
-        pair = (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
-        if not left.keys() >= set(pair):
+        whole = f"{layer}.weight"
+        if whole in unused:
+            parameter.data.copy_(unused.pop(whole))
+        name_a = f"{layer}.lora_A.weight"
+        name_b = f"{layer}.lora_B.weight"
+        if name_a not in unused or name_b not in unused:
             continue
-        down, up = (left[one].float() for one in pair)
-        update = up @ down * scale
+        update = unused[name_b].float() @ unused[name_a].float() * scale
         if update.shape == parameter.shape:
             parameter.data += update.to(parameter.dtype)
-            del left[pair[0]], left[pair[1]]
-    if left:
+            del unused[name_a], unused[name_b]
+    if unused:
         raise ConfigError(
-            f"the adapter was trained on another model than {path}: {min(left)!r} does not fit; "
+            f"the adapter was trained on another model than {path}: {min(unused)!r} does not fit; "
             "name it with model.path="
         )
     with atomic_folder(output) as partial:
+        # save_pretrained refuses some configs of generation; write_beside writes the model's.
         generation = getattr(model, "generation_config", None)
         if generation is not None:
-            model.generation_config = (
-                transformers.GenerationConfig()
-            )  # save_pretrained refuses some
+            model.generation_config = transformers.GenerationConfig()
         model.save_pretrained(partial)
         model.generation_config = generation
         write_beside(partial, model, tokenizer, path)

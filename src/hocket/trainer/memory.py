@@ -1,4 +1,4 @@
-"""How much memory a step takes.
+"""Estimate and measure how much memory a step takes.
 
 It is estimated before models are loaded, and measured for trainer.micro_batch_tokens=auto on a GPU.
 The estimate is good to about 15 % for the usual decoder, and too high with 16-bit autocast
@@ -24,40 +24,47 @@ from hocket.trainer.flops import Shape
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
-from hocket.trainer.weights import head_of, linear_layers, sees
+from hocket.trainer.weights import head_of, is_multimodal, linear_layers
 from hocket.types import Image, TokenSequence, TrainSample
 
 GIB = 1 << 30
-Models = Iterable[tuple[ModelConfig, Any]]  # each with its skeleton
-LARGEST_MICRO_BATCH = 1 << 17  # kernels that count elements in 32 bits may fail above
-MAX_TRIES = 40
-WORTH_A_TRY = 1.1  # least growth from one size to the next
-BESIDE = 2 * GIB  # of a server on the same GPU, once it works
-MARGIN = 0.1  # of what is free
-ROW_BYTES = 8 << 20  # of a row's largest activation, on a CPU
-LEAST_ROW = 1024  # positions; with fewer, to sum gradients takes longer than is saved
-_TOLERANCE = 0.15  # of the estimate
+Models = Iterable[tuple[ModelConfig, Any]]  # each config with its model on the meta device
+LARGEST_MICRO_BATCH = 1 << 17  # tokens; kernels that count elements in 32 bits may fail above
+MAX_TRIES = 40  # sizes of a micro-batch that are measured
+WORTH_A_TRY = 1.1  # a larger micro-batch is tried if it is larger by this factor
+BESIDE = 2 * GIB  # memory that a server on the same GPU takes besides its own once it works
+MARGIN = 0.1  # share of the free memory that stays free
+ROW_BYTES = 8 << 20  # size of a row's largest activation on a CPU
+LEAST_ROW = 1024  # positions; in shorter rows, summing gradients takes longer than is saved
+_TOLERANCE = 0.15  # relative error of the estimate
 _HEAD_BYTES = 8  # per logit of a chunk, beside its log-softmax: two gradients in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
-_GATHERED = (
-    1_000_000_000  # weights that ZeRO-3 has whole at most (DeepSpeed's stage3_max_live_parameters)
-)
+# Weights that ZeRO-3 gathers at most: DeepSpeed's default of stage3_max_live_parameters.
+_GATHERED = 1_000_000_000
 
 
-# Bytes of gradients, by ZeRO stage and whether weights have 16 bits:
-# for a trained parameter on each rank, and for one that is shared among the ranks;
-# for an element of a bucket that is reduced, and for its copy in float32.
+class GradientBytes(NamedTuple):
+    """Bytes that gradients take at a ZeRO stage."""
+
+    each: int  # per trained parameter, on each rank
+    divided: int  # per trained parameter, divided by the number of ranks
+    bucket: int  # per element of a bucket that is reduced
+    bucket_copy: int  # per element of the bucket's copy in float32
+
+
+# By ZeRO stage, and whether weights have 16 bits.
 _GRADIENTS = {
-    (0, False): (4, 0, 0, 0),
-    (0, True): (4, 0, 0, 0),
-    (1, False): (4, 0, 4, 0),
-    (1, True): (8, 0, 0, 0),
-    (2, False): (0, 4, 4, 0),
-    (2, True): (2, 4, 2, 4),
-    (3, False): (0, 8, 4, 0),
-    (3, True): (0, 10, 4, 0),
+    (0, False): GradientBytes(4, 0, 0, 0),
+    (0, True): GradientBytes(4, 0, 0, 0),
+    (1, False): GradientBytes(4, 0, 4, 0),
+    (1, True): GradientBytes(8, 0, 0, 0),
+    (2, False): GradientBytes(0, 4, 4, 0),
+    (2, True): GradientBytes(2, 4, 2, 4),
+    (3, False): GradientBytes(0, 8, 4, 0),
+    (3, True): GradientBytes(0, 10, 4, 0),
 }
-_OFFLOADED_3 = (0, 0, 4, 4)  # at stage 3 the sums are on the CPU, but for those of a bucket
+# With an offloaded optimizer at stage 3, the GPU has the gradients of a bucket alone.
+_OFFLOADED_3 = GradientBytes(0, 0, 4, 4)
 
 
 class Estimate(NamedTuple):
@@ -71,6 +78,7 @@ class Estimate(NamedTuple):
 
     @property
     def total(self) -> float:
+        """The sum of all parts, in bytes."""
         return float(sum(self))
 
     def __str__(self) -> str:
@@ -89,107 +97,136 @@ def estimate(
     quantized: bool = False,
     row_tokens: float = math.inf,
 ) -> Estimate:
-    """Estimate a step's memory with a transformers model, which may be on any device.
+    """Estimate the memory of a step of a transformers model, which may be on any device.
 
-    With trainer.micro_batch_tokens=auto it is that of a micro-batch of one chunk. Rows that share
-    much take more than is estimated.
+    With trainer.micro_batch_tokens=auto, it is the memory with a micro-batch of one chunk. Rows
+    that share long prefixes take more than is estimated.
 
     Args:
-        stage: of ZeRO.
+        model: the model with its trained parameters, whose weights are not read.
+        config: the settings of the trainer.
+        dtype: precision of the forward pass.
+        stage: ZeRO stage.
+        num_ranks: ranks that share what ZeRO divides.
         offloads: whether the optimizer's state is off the device.
         quantized: whether frozen linear layers, except the head, have 4 bits.
         row_tokens: positions after which rows are long enough, as in `divide`.
     """
-    shape = Shape.of(model)
+    itemsize = 4 if stage == 0 else dtype.itemsize  # ZeRO-0 autocasts float32 weights to 16 bits
     zero = config.deepspeed.get("zero_optimization", {})
-    itemsize = 4 if stage == 0 else dtype.itemsize  # ZeRO-0 autocasts 16 bits
-    count = sum(p.numel() for p in model.parameters())
-    small = _frozen_in_layers(model) if quantized else 0
-    weights = (count - small) * itemsize + _NF4_BYTES * small
+
+    # Weights: at ZeRO-3 a rank's share, and what is gathered from the others.
+    num_weights = sum(p.numel() for p in model.parameters())
+    num_quantized = _frozen_in_layers(model) if quantized else 0
+    weights = (num_weights - num_quantized) * itemsize + _NF4_BYTES * num_quantized
     if stage == 3:
-        gathered = min(count, float(zero.get("stage3_max_live_parameters", _GATHERED)))
+        gathered = min(num_weights, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
+
+    # Logits: a chunk's, and the log-probs of a whole row if these are kept.
     row = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
     positions = min(row, row_tokens)
     tokens = positions / config.sequence_parallel
     chunk = min(tokens, CHUNK_TOKENS)
     vocab = head_of(model).out_features
-    logprobs = 4 * vocab * (tokens if 4 * vocab * positions <= KEPT_BYTES else chunk)
+    keeps_row = 4 * vocab * positions <= KEPT_BYTES
+    logprobs = 4 * vocab * (tokens if keeps_row else chunk)
     logits = _HEAD_BYTES * vocab * chunk + logprobs
-    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    if not sizes:
+
+    trained_sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    if not trained_sizes:  # a frozen model runs forward only
         return Estimate(weights=weights, logits=logits)
-    trained = sum(sizes)
-    largest = max(sizes)
+
+    # Gradients: their sums, and the buckets in which they are reduced.
+    trained = sum(trained_sizes)
+    largest = max(trained_sizes)
+    size = _OFFLOADED_3 if offloads and stage == 3 else _GRADIENTS[stage, dtype.itemsize < 4]
     elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
-    kept = _OFFLOADED_3 if offloads and stage == 3 else _GRADIENTS[stage, dtype.itemsize < 4]
-    each, shared, bucket, copy = kept
-    buckets = bucket * max(elements, largest) + copy * max(min(elements, trained), largest)
-    moments = 8 * trained if stage == 0 else 12 * trained / num_ranks  # with master weights
-    norms = (4 * itemsize + 8) * shape.hidden  # computed in float32
-    layer = norms + itemsize * (3 * shape.query + 2 * shape.key + 4 * shape.inner)
-    per_token: float = shape.layers * layer + norms
-    if config.gradient_checkpointing:
-        recomputation = chosen_recomputation(config.gradient_checkpointing)
-        per_token = norms + recomputation.bytes_per_token(shape, itemsize, layer)
+    bucket = size.bucket * max(elements, largest)
+    bucket_copy = size.bucket_copy * max(min(elements, trained), largest)
+    gradients = trained * (size.each + size.divided / num_ranks) + (bucket + bucket_copy)
+
+    # Optimizer: two moments and, above stage 0, master weights in float32.
+    moments = 8 * trained if stage == 0 else 12 * trained / num_ranks
+
     return Estimate(
         weights=weights,
-        gradients=trained * (each + shared / num_ranks) + buckets,
+        gradients=gradients,
         optimizer=0 if offloads else moments,
-        activations=tokens * per_token,
+        activations=tokens * _activations_per_token(Shape.of(model), config, itemsize),
         logits=logits,
     )
 
 
 def _frozen_in_layers(model: Any) -> int:
-    return sum(
-        part.weight.numel() for _, part in linear_layers(model) if not part.weight.requires_grad
-    )
+    """Count the frozen weights of linear layers, which are quantized."""
+    total = 0
+    for _, layer in linear_layers(model):
+        if not layer.weight.requires_grad:
+            total += layer.weight.numel()
+    return total
+
+
+def _activations_per_token(shape: Shape, config: TrainerConfig, itemsize: int) -> float:
+    """Estimate the bytes of activations of a token at the peak of the backward pass."""
+    norms = (4 * itemsize + 8) * shape.hidden  # norms compute in float32
+    layer = norms + itemsize * (3 * shape.query + 2 * shape.key + 4 * shape.inner)
+    if config.gradient_checkpointing:
+        recomputation = chosen_recomputation(config.gradient_checkpointing)
+        return norms + recomputation.bytes_per_token(shape, itemsize, layer)
+    return shape.layers * layer + norms
 
 
 def needed(
     models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool
 ) -> Estimate:
-    """Estimate the memory of a step.
+    """Estimate the memory of a step of all models together.
 
-    Raises ConfigError where the ranks can't divide rows as trainer.sequence_parallel wants it.
+    Raises ConfigError if the ranks can't divide rows by trainer.sequence_parallel.
     """
-    parts = []
-    for model, whole in models:
-        if sees(whole.config) and config.sequence_parallel > 1:
-            raise ConfigError(
-                f"trainer.sequence_parallel: images of {model.path} can't be divided; set 1"
-            )
-        counts = {"ranks": num_ranks, f"attention heads of {model.path}": Shape.of(whole).heads}
-        for name, count in counts.items():
-            if count % config.sequence_parallel:
-                size = f"trainer.sequence_parallel={config.sequence_parallel}"
-                raise ConfigError(f"{size} does not divide the {count} {name}: set a divisor")
-        part = estimate(
-            whole,
+    together = Estimate(weights=0)
+    for model_config, model in models:
+        _check_sequence_parallel(model_config, model, config, num_ranks)
+        estimated = estimate(
+            model,
             config,
             dtype=dtype,
             stage=default_zero_stage(config, dtype, num_ranks=num_ranks, on_gpu=on_gpu),
             num_ranks=num_ranks,
             offloads=config.offload_optimizer and on_gpu,
-            quantized=model.quantizes,
-            row_tokens=row_tokens(Shape.of(whole), on_gpu=on_gpu),
+            quantized=model_config.quantizes,
+            row_tokens=row_tokens(Shape.of(model), on_gpu=on_gpu),
         )
-        parts.append(part)
-    weights, gradients, optimizer, activations, logits = zip(*parts, strict=True)
-    most = {
-        "activations": max(activations),
-        "logits": max(logits),
-    }  # the models run one after the other
-    return Estimate(
-        weights=sum(weights), gradients=sum(gradients), optimizer=sum(optimizer), **most
-    )
+        together = Estimate(
+            weights=together.weights + estimated.weights,
+            gradients=together.gradients + estimated.gradients,
+            optimizer=together.optimizer + estimated.optimizer,
+            # The models run one after another, so the largest counts.
+            activations=max(together.activations, estimated.activations),
+            logits=max(together.logits, estimated.logits),
+        )
+    return together
+
+
+def _check_sequence_parallel(
+    model_config: ModelConfig, model: Any, config: TrainerConfig, num_ranks: int
+) -> None:
+    if is_multimodal(model.config) and config.sequence_parallel > 1:
+        raise ConfigError(
+            f"trainer.sequence_parallel: images of {model_config.path} can't be divided; set 1"
+        )
+    heads = Shape.of(model).heads
+    counts = {"ranks": num_ranks, f"attention heads of {model_config.path}": heads}
+    for name, count in counts.items():
+        if count % config.sequence_parallel:
+            setting = f"trainer.sequence_parallel={config.sequence_parallel}"
+            raise ConfigError(f"{setting} does not divide the {count} {name}: set a divisor")
 
 
 def check(
     models: Models, config: TrainerConfig, dtype: torch.dtype, device: torch.device, num_ranks: int
 ) -> Estimate:
-    """Estimate the memory of a step; raise ConfigError where it clearly can't fit."""
+    """Estimate the memory of a step. Raises ConfigError if it clearly can't fit."""
     together = needed(models, config, dtype, num_ranks=num_ranks, on_gpu=device.type == "cuda")
     available = available_bytes(device)
     if together.total * (1 - _TOLERANCE) > available:
@@ -203,18 +240,19 @@ def check(
 
 
 def available_bytes(device: torch.device) -> int:
-    """Measure the bytes that this rank can still allocate; on a CPU, its part of what is free."""
+    """Measure the bytes that this rank can still allocate: on a CPU, its share of what is free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        # PyTorch's allocator has memory in reserve that the driver counts as taken.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return machine.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def row_tokens(shape: Shape, *, on_gpu: bool) -> float:
-    """Compute after how many positions a row is long enough; inf on a GPU.
+    """Compute the number of positions after which a row is long enough; inf on a GPU.
 
-    On a CPU longer rows take more memory, at no higher speed.
-    The C library gives large tensors back at once, and the kernel zeroes the pages of each new one.
+    On a CPU longer rows take more memory and are no faster: the C library returns large tensors to
+    the system at once, and the kernel zeroes the pages of each new one.
     """
     if on_gpu:
         return math.inf
@@ -226,19 +264,24 @@ def fit_micro_batch(
 ) -> int:
     """Measure the largest micro-batch, in tokens, that fits into every rank's GPU.
 
-    k times as many tokens take at most k times the memory.
+    It relies on this: k times as many tokens take at most k times the memory. Raises TrainerError
+    if not even one sequence fits.
 
     Args:
+        learners: the trained models; each must fit.
+        ranks: all ranks must call this together.
         leaves: bytes that stay free for other processes.
         longest: positions of the longest sequence.
     """
     size = CHUNK_TOKENS
-    for learner in learners:  # the first run allocates what libraries keep
+    # A first run allocates what libraries keep, so that it is not measured.
+    for learner in learners:
         rehearse(learner, size, ranks, longest)
     room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves)
     for _ in range(MAX_TRIES):
         peak = max(_peak_bytes(learner, size, ranks, longest) for learner in learners)
-        fits = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak)))
+        fits = int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak))
+        fits = ranks.smallest(fits)  # one size for all ranks
         if size <= fits < WORTH_A_TRY * size:
             return size
         if fits < 2:
@@ -251,31 +294,39 @@ def fit_micro_batch(
 
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
-    """Take a step on made-up sequences, full of images if the model sees.
+    """Take a step on made-up sequences, full of images if the model takes images.
 
-    Its gradient is not finite, so that the optimiser leaves the weights as they are.
+    Its gradient is not finite, so that the optimizer leaves the weights as they are.
     """
     vision = learner.engine.module.vision
-    span = [0]  # what sequences repeat: a token, and an image behind it if the model sees
+    pattern = [0]  # the tokens that a sequence repeats: a token, and the tokens of an image
     if vision:
-        span += [vision.token] * vision.blank.length
+        pattern += [vision.token] * vision.blank.length
+
+    # Fill the positions with sequences of the greatest length, and a shorter one at the end.
     samples = []
     for start in range(0, num_positions, longest):
         length = min(longest, num_positions - start) + 1
-        count = (length - 1) // len(span)  # the last token is not read
-        ids = span * count + [0] * (length - count * len(span))
+        count = (length - 1) // len(pattern)  # the last token is not read
+        token_ids = pattern * count + [0] * (length - count * len(pattern))
         images: list[Image] = []
         if vision:
-            starts = range(1, count * len(span), len(span))
+            starts = range(1, count * len(pattern), len(pattern))
             images = [dataclasses.replace(vision.blank, start=start) for start in starts]
         zeros = (0.0,) * length
         sequence = TokenSequence(
-            token_ids=array("I", ids), mask=(True,) * length, logprobs=zeros, images=tuple(images)
+            token_ids=array("I", token_ids),
+            mask=(True,) * length,
+            logprobs=zeros,
+            images=tuple(images),
         )
         columns = dict.fromkeys(learner.reads, zeros)
         samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=columns))
-    [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
-    learner.engine.backward(learner.loss(make(ranks.device, ranks.part)).loss * math.nan, last=True)
+
+    # They make one micro-batch on one rank.
+    [[make_batch]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
+    batch = make_batch(ranks.device, ranks.part)
+    learner.engine.backward(learner.loss(batch).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
         raise TrainerError(
             "a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number"
@@ -283,6 +334,7 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -
 
 
 def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> int:
+    """Measure the bytes that a step takes at its peak beside what is allocated before."""
     torch.cuda.synchronize(ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
     before = torch.cuda.memory_allocated(ranks.device)

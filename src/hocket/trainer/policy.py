@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import transformers
@@ -29,19 +29,30 @@ from hocket.trainer.logprobs import (
 )
 from hocket.trainer.weights import (
     WEIGHTS,
-    attending,
+    attention_setting,
     empty_model,
     head_of,
+    is_multimodal,
     load_model,
-    sees,
     unshared,
 )
 from hocket.types import Image
 
-PREFIX = "model."  # of names of Policy.model's parameters
+PREFIX = "model."  # with which the names of a Policy's parameters begin
+
+
+class ArchitectureCheck(NamedTuple):
+    """Three sequences, and the row that has them all; the first and the third share a prefix."""
+
+    sequences: tuple[Tensor, Tensor, Tensor]  # token ids of each, [1, t]
+    shared: int  # length of the prefix
+    images: list[Image]  # the image within the prefix, if the model takes images
+    row_br: Tensor
+    segments: Segments
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """Choose the precision of the forward pass: model.dtype, or what `auto` means on a device."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return cast(torch.dtype, getattr(torch, config.dtype))
@@ -51,9 +62,15 @@ class Policy(nn.Module):
     """A Hugging Face causal language model whose forward pass never holds all logits.
 
     Args:
-        dtype: of the parameters.
-        seed: of random weights, and of a new adapter.
-        loads: False: the weights are meta tensors until engine.spread brings rank 0's.
+        config: the model, its weights and what is trained of them.
+        dtype: precision of the parameters.
+        temperature: the sampling temperature; logits are divided by it.
+        gradient_checkpointing: whether, or how, the backward pass computes activations again.
+        kernels: the kernels that replace PyTorch's.
+        entropy_gradient: whether the entropy has a gradient.
+        seed: seed of random weights, and of a new adapter.
+        loads: whether this rank loads the weights; if not, they are meta tensors until
+            engine.spread brings those of rank 0.
     """
 
     scores = False  # whether the model is a classifier of sequences
@@ -74,35 +91,39 @@ class Policy(nn.Module):
         super().__init__()
         transformers.utils.logging.disable_progress_bar()
         self.weights = WEIGHTS.get(config.weights)(config)
+
+        # Load the model, and freeze or add weights as the config says.
         torch.manual_seed(seed)
         model = self._load(config, dtype, loads)
         _bound_longrope(model, config, loads)
         self.weights.prepare(model, seed)
         self.model = model
-        self.vision: Any = None
-        if sees(model.config):
+
+        self.vision: Any = None  # the images' part; None for a text model
+        if is_multimodal(model.config):
             from hocket.trainer.vision import Vision
 
             self.vision = Vision(config.path, model)
         self.temperature = temperature
-        self.statistics: TokenStatistics | None = None  # of each token, beside log-prob and entropy
+        # Further numbers of each token, beside log-prob and entropy. The trainer sets them.
+        self.statistics: TokenStatistics | None = None
         self.entropy_gradient = entropy_gradient
         self._forward_pass: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
         )
         self._choose(kernels, gradient_checkpointing)
-        architecture.evaluates(model)
+        architecture.set_evaluation_mode(model)
         if config.float32_head:
             compute_in_float32(head_of(model))
 
     def _load(self, config: ModelConfig, dtype: torch.dtype, loads: bool) -> Any:
         """Load the transformers model, or make it of meta tensors."""
-        options = {
+        options: dict[str, Any] = {
             "dtype": dtype,
             "attn_implementation": attention.NAME,
             "scores": self.scores,
-            **self.weights.options(dtype),
         }
+        options |= self.weights.options(dtype)
         if loads:
             return load_model(
                 config.path, random_init=config.random_init, head=self.uses_logits, **options
@@ -124,13 +145,16 @@ class Policy(nn.Module):
 
     @functools.cached_property
     def logits(self) -> Logits:
+        """How logits follow from the output of the head; computed with a small model."""
         return architecture.try_small(self.model.config)
 
     @property
     def vocab_size(self) -> int:
+        """The number of logits, which may be more than the tokenizer's tokens."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Convert parameters of this module to the names and shapes that servers know."""
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
         return list(self.weights.published(self.model, named).items())
 
@@ -138,7 +162,8 @@ class Policy(nn.Module):
         self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
         """Write parameters as published; return the specs of the tensors in memory."""
-        published = unshared(dict(self.as_published(named)))  # DeepSpeed's are parts of one
+        # DeepSpeed's parameters are parts of a larger tensor.
+        published = unshared(dict(self.as_published(named)))
         with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # while the tensors are written
             specs = checksums.submit(manifest.specs, published.items())
             self.weights.write(folder, self.model, tokenizer, published, dtype)
@@ -147,9 +172,12 @@ class Policy(nn.Module):
     def forward(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         """Compute the log-prob and entropy of each target of the batch, [1, t] each.
 
-        0 where its mask is False. Behind these are the columns of `statistics`, if there are any.
+        They are 0 where the batch's mask is False. The columns of `statistics` follow, if the
+        policy has any.
         """
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
+        # Log-probs of a whole row that fit into KEPT_BYTES are kept for the backward pass.
+        row_bytes = 4 * batch.max_tokens * self.vocab_size
         columns = token_logprobs(
             hidden_brh,
             self._logits_of,
@@ -160,7 +188,7 @@ class Policy(nn.Module):
             row_n=batch.row_n,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
-            recomputes=4 * batch.max_tokens * self.vocab_size > KEPT_BYTES,
+            recomputes=row_bytes > KEPT_BYTES,
             statistics=self.statistics,
         )
         return tuple(map(batch.segments.part.whole, columns))
@@ -178,7 +206,8 @@ class Policy(nn.Module):
             hidden_brh = cast(
                 Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state
             )
-        return hidden_brh[:, : input_ids_br.shape[1]]  # a blank image may stand behind
+        # A row without an image has got a blank image at its end, which is cut off.
+        return hidden_brh[:, : input_ids_br.shape[1]]
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]
@@ -186,48 +215,30 @@ class Policy(nn.Module):
         """Raise TrainerError for an architecture, or weights, that would be trained wrong here.
 
         Three sequences are computed in one row, as in training, and each alone with the model's
-        own attention.
+        own attention. Both ways must give the same hidden states and logits, but for rounding.
         """
         logits_kind = self.logits
+        check = self._sequences_to_check(device)
+        packed_brh = self._hidden(check.row_br, check.segments, check.images)
 
-        # The first sequence and the third begin alike: with four tokens, and an image among them if
-        # the model takes images.
-        num_tokens = self.vocab_size
-        images: list[Image] = []
-        image_length = 0
-        if self.vision is not None:
-            num_tokens = self.vision.token
-            blank = self.vision.look(self.model)  # behind two tokens
-            images = [blank]
-            image_length = blank.length
-        ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % num_tokens
-        image_bt = ids_bt.new_full((1, image_length), num_tokens)
-        shared = 4 + image_length
-        first_bt = torch.cat([ids_bt[:, :2], image_bt, ids_bt[:, 2:8]], dim=1)
-        second_bt = ids_bt[:, 8:]
-        third_bt = torch.cat([first_bt[:, :shared], ids_bt[:, 8:12]], dim=1)
-
-        # Together: 4 positions behind the shared ones, 8, and 4 that follow on the shared ones.
-        row_br = torch.cat([first_bt, second_bt, third_bt[:, shared:]], dim=1)
-        places = torch.arange(shared + 16)
-        key_places = torch.cat([places[: shared + 12], places[:shared], places[shared + 12 :]])
-        segments = Segments((shared + 4, 8, 4), device, (0, 0, shared), key_places)
-        packed_brh = self._hidden(row_br, segments, images)
-
-        # Each alone.
-        self.model.set_attn_implementation(attending(self.model.config, "eager"))
+        # Compute each sequence alone.
+        self.model.set_attn_implementation(attention_setting(self.model.config, "eager"))
+        all_inputs = []
         alone = []
-        for sequence_bt in (first_bt, second_bt, third_bt):
+        for index, sequence_bt in enumerate(check.sequences):
             inputs: dict[str, Tensor] = {"input_ids": sequence_bt}
-            if images and sequence_bt is not second_bt:
-                inputs |= self.vision.alone(self.model, sequence_bt, images)
+            if check.images and index != 1:  # the second sequence has no image
+                inputs |= self.vision.alone(self.model, sequence_bt, check.images)
+            all_inputs.append(inputs)
             alone.append(self.model.base_model(**inputs, use_cache=False)[0])
-        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, shared:]], dim=1)
+        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, check.shared :]], dim=1)
+
+        # Compute the logits of the third sequence as the model does, and as the policy does.
         logits = expected_logits = alone[2]
         if not self.scores:  # a classifier has logits at the last position only
-            expected_logits = self.model(**inputs, use_cache=False).logits  # of the third
+            expected_logits = self.model(**all_inputs[2], use_cache=False).logits
             logits = logits_kind.of(head_of(self.model)(alone[2]).float())
-        self.model.set_attn_implementation(attending(self.model.config, attention.NAME))
+        self.model.set_attn_implementation(attention_setting(self.model.config, attention.NAME))
 
         if not _are_close(logits, expected_logits):
             self._refuse("changes its logits after the output head")
@@ -237,41 +248,74 @@ class Policy(nn.Module):
                 "row see each other"
             )
 
+    def _sequences_to_check(self, device: torch.device) -> ArchitectureCheck:
+        """Make three sequences of 8 or 12 tokens, and the row in which they share a prefix.
+
+        The prefix is four tokens, and an image among them if the model takes images.
+        """
+        num_tokens = self.vocab_size
+        images: list[Image] = []
+        image_length = 0
+        if self.vision is not None:
+            num_tokens = self.vision.token  # only the image has this token
+            blank = self.vision.measure_blank(self.model)
+            images = [blank]  # it stands behind two tokens
+            image_length = blank.length
+        ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % num_tokens
+        image_bt = ids_bt.new_full((1, image_length), num_tokens)
+        shared = 4 + image_length
+        first_bt = torch.cat([ids_bt[:, :2], image_bt, ids_bt[:, 2:8]], dim=1)
+        second_bt = ids_bt[:, 8:]
+        third_bt = torch.cat([first_bt[:, :shared], ids_bt[:, 8:12]], dim=1)
+
+        # In the row are the prefix and 4 tokens of the first sequence, 8 of the second, and the 4
+        # of the third that follow on the prefix. Its keys are the prefix and these 4.
+        row_br = torch.cat([first_bt, second_bt, third_bt[:, shared:]], dim=1)
+        places = torch.arange(shared + 16)
+        key_places = torch.cat([places[: shared + 12], places[:shared], places[shared + 12 :]])
+        segments = Segments((shared + 4, 8, 4), device, (0, 0, shared), key_places)
+        return ArchitectureCheck((first_bt, second_bt, third_bt), shared, images, row_br, segments)
+
     def _refuse(self, problem: str) -> NoReturn:
         raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
 
 
 def _are_close(actual: Tensor, expected: Tensor) -> Tensor:
-    """Compare the difference with the numbers' spread: rounding in 16 bits stays far below 5 %."""
+    """Check that the mean difference is at most 5 % of the standard deviation.
+
+    Rounding in 16 bits stays far below.
+    """
     return (actual - expected).float().abs().mean() <= 0.05 * expected.float().std()
 
 
 class ScalarModel(Policy):
-    """A model whose head has one output, a number for each position: a critic or a reward model."""
+    """Computes a number for each position with a head of one output: a critic or reward model."""
 
     uses_logits = False
 
-    def forward(self, batch: TrainBatch) -> Any:  # in place of log-probs and entropies
+    def forward(self, batch: TrainBatch) -> Any:  # a tensor, where a Policy returns a tuple
         """Compute a number for what is read before each token: float32 [1, t], 0 if not trained."""
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
         values_n1: Tensor = head_of(self.model)(hidden_brh[0].index_select(0, batch.row_n))
+        # Put the n values to their places among the targets.
         zeros_t = torch.zeros(batch.mask_bt.numel(), device=values_n1.device)
         values_bt = zeros_t.index_copy(0, batch.trained_n, values_n1.squeeze(-1).float())[None]
         return batch.segments.part.whole(values_bt)
 
 
 def _bound_longrope(model: Any, config: ModelConfig, loads: bool) -> None:
-    """Have the length of the context choose longrope's factors, as on servers.
+    """Choose longrope's factors by the length of the context, as servers do.
 
-    transformers would choose by the length of the row, in which are many sequences.
+    transformers would choose them by the length of the row, which has many sequences.
     """
     for module in model.modules():
-        if getattr(module, "rope_type", "") == "longrope":
-            if loads:
-                module(
-                    module.inv_freq, module.inv_freq.new_full((1, 1), context_length(config) - 1)
-                )
-            module.rope_type = "default"
+        if getattr(module, "rope_type", "") != "longrope":
+            continue
+        if loads:
+            # The module chooses its factors when it is called with the last position.
+            last_position = module.inv_freq.new_full((1, 1), context_length(config) - 1)
+            module(module.inv_freq, last_position)
+        module.rope_type = "default"  # it keeps them from now on
 
 
 def skeleton(config: ModelConfig, kind: type[Policy] = Policy) -> Any:
@@ -280,9 +324,9 @@ def skeleton(config: ModelConfig, kind: type[Policy] = Policy) -> Any:
     Raises TrainerError for an architecture that would be trained wrong.
     """
     model = empty_model(config.path, scores=kind.scores)
-    architecture.try_small(model.config)
+    architecture.try_small(model.config)  # raises TrainerError
     weights = WEIGHTS.get(config.weights)(config)
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":  # one rank warns for all
         weights.notice(model)
     with torch.device("meta"):
         weights.prepare(model, seed=0)

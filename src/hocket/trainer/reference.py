@@ -1,4 +1,7 @@
-"""The reference policy of a KL penalty: a frozen model, the one under a trained adapter, or one on a server."""
+"""Measure the log-probs of a KL penalty's reference policy.
+
+The reference is a frozen model, the model under a trained adapter, or a model on a server.
+"""
 
 import asyncio
 import functools
@@ -22,41 +25,50 @@ from hocket.trainer.objective import Auxiliary, LoadingTrainer, Measure, column
 from hocket.trainer.policy import Policy
 from hocket.types import TokenSequence
 
-SCORE_TIMEOUT_S = 600.0
-WAITS_S = (2.0, 10.0, 30.0)  # for a server that fails
+SCORE_TIMEOUT_S = 600.0  # time limit of the request for a sequence
+WAITS_S = (2.0, 10.0, 30.0)  # seconds before each retry after a server's failure
 
 log = logging.getLogger(__name__)
 
 
 @column("ref_logprobs")
 def reference(config: Config) -> Auxiliary | None:
-    """Measure the reference's log-probs, where there is a KL."""
+    """Measure the reference's log-probs if the loss has a KL penalty."""
     if config.algorithm.kl == "off":
         return None
     path = config.algorithm.reference
     model = config.model
     if path is not None and "://" in path:
         sha256 = tokenizers.fingerprint(tokenizers.load(model.path))
-        return Auxiliary(column="ref_logprobs", ask=functools.partial(_ask, path, sha256))
+        ask = functools.partial(_ask_until_answered, path, sha256)
+        return Auxiliary(column="ref_logprobs", ask=ask)
     if path is None and model.weights == "adapter":
+        # The reference is in memory already: the policy without its adapter.
         return Auxiliary(column="ref_logprobs", load=_under_adapter)
     return frozen(path, "algorithm.reference", model)
 
 
 def frozen(path: str | None, setting: str, model: ModelConfig) -> Auxiliary:
-    """Return the log-probs of the whole model at `path`, or that the run starts from."""
-    own = model.beside(path)
+    """Measure the log-probs of a frozen whole model.
+
+    Raises ConfigError if its tokenizer has other ids than the policy's.
+
+    Args:
+        path: the frozen model; None: the model that the run starts from.
+        setting: the setting that names it, for errors.
+        model: the policy.
+    """
+    reference_model = model.beside(path)
     if path is not None:
-        tokenizers.check_same_ids(
-            model_folder.examine(own, setting, needs_weights=False), f"{setting}={path}", model
-        )
+        tokenizer = model_folder.examine(reference_model, setting, needs_weights=False)
+        tokenizers.check_same_ids(tokenizer, f"{setting}={path}", model)
 
     def load(trainer: LoadingTrainer) -> Measure:
-        frozen = FrozenModel(trainer.load_model(own, Policy), trainer.setup)
-        trainer.tensors.append(frozen.tensors)
-        return frozen.logprobs
+        frozen_model = FrozenModel(trainer.load_model(reference_model, Policy), trainer.setup)
+        trainer.tensors.append(frozen_model.tensors)
+        return frozen_model.logprobs
 
-    return Auxiliary(column="ref_logprobs", model=own, load=load)
+    return Auxiliary(column="ref_logprobs", model=reference_model, load=load)
 
 
 def _under_adapter(trainer: LoadingTrainer) -> Measure:
@@ -72,63 +84,83 @@ class _Scores(pydantic.BaseModel):
 
 
 class _ScoreRequest(Request[_Scores]):
-    """POST /v1/completions of vLLM: all tokens but the last are the prompt, which must leave room to sample one."""
+    """POST /v1/completions of vLLM, which scores a sequence.
+
+    All tokens but the last are the prompt, so that the context has room for the token that vLLM
+    samples. The last token is scored in place of that one.
+    """
 
     route = "/v1/completions"
     answer = _Scores
     prompt: list[int]
-    prompt_logprobs: int = 0  # of tokens besides the prompt's own
+    prompt_logprobs: int = 0  # how many likely tokens vLLM lists beside each token of the prompt
     max_tokens: int = 1
     logprobs: int = 1
-    logprob_token_ids: list[int]  # the last one, whatever is sampled
+    logprob_token_ids: list[int]  # the last token, whatever is sampled
     return_tokens_as_token_ids: bool = True
 
 
-async def _ask(
+async def _ask_until_answered(
     url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
 ) -> list[list[float]]:
-    """Have a server score what was sampled, at temperature 1; ask again after a failure. `sha256`: of the tokenizer."""
+    """Let a server score sampled tokens at temperature 1; retry after failures that may pass.
+
+    Args:
+        url: the server of the reference.
+        sha256: the fingerprint of the policy's tokenizer, which the server must have.
+        sequences: the sequences; tokens that were not sampled get 0.
+        token: the servers' token, or None.
+    """
     if any(sequence.images for sequence in sequences):
         raise ConfigError(
             f"algorithm.reference={url}: a server scores no images; name a folder instead"
         )
     for wait_s in WAITS_S:
         try:
-            return await _scores(url, sha256, sequences, token)
+            return await _ask(url, sha256, sequences, token)
         except ServerError as error:
             refused = error.status is not None and error.status < 500
             if refused and error.outcome is not ErrorOutcome.AGAIN:
                 raise
             log.warning("%s; it is asked again in %g s", error, wait_s)
         await asyncio.sleep(wait_s)
-    return await _scores(url, sha256, sequences, token)
+    return await _ask(url, sha256, sequences, token)  # the last try: errors end the step
 
 
-async def _scores(
+async def _ask(
     url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
 ) -> list[list[float]]:
     async with ServerClient(url, token=token) as server:
         health = await server.health()
         if health.tokenizer_sha256 != sha256:
-            what = f"algorithm.reference={url} serves {health.model}, with another tokenizer than model.path"
             raise ConfigError(
-                f"{what}: the same ids are other tokens; serve one with the same tokenizer"
+                f"algorithm.reference={url} serves {health.model}, with another tokenizer than "
+                "model.path: the same ids are other tokens; serve one with the same tokenizer"
             )
         return await asyncio.gather(*(_score(server, sequence) for sequence in sequences))
 
 
 async def _score(server: ServerClient, sequence: TokenSequence) -> list[float]:
-    *read, last = sequence.token_ids
-    request = _ScoreRequest(prompt=read, logprob_token_ids=[last])
+    """Return the log-prob of each token of a sequence, 0 where the token was not sampled."""
+    ids = list(sequence.token_ids)
+    prompt = ids[:-1]
+    last_id = ids[-1]
+    request = _ScoreRequest(prompt=prompt, logprob_token_ids=[last_id])
     (choice,) = (await server.ask(request, timeout_s=SCORE_TIMEOUT_S)).choices
-    known = zip(read, sequence.mask, choice["prompt_logprobs"], strict=False)
-    found = [by_id[str(one)]["logprob"] if sampled else 0.0 for one, sampled, by_id in known]
-    of_last = choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]
-    return [*found, of_last if sequence.mask[-1] else 0.0]
+
+    # vLLM has none for the first token, which no sequence has sampled.
+    logprobs = []
+    for id_, is_sampled, by_id in zip(
+        prompt, sequence.mask[:-1], choice["prompt_logprobs"], strict=False
+    ):
+        logprobs.append(by_id[str(id_)]["logprob"] if is_sampled else 0.0)
+    last_logprob = choice["logprobs"]["top_logprobs"][0][f"token_id:{last_id}"]
+    logprobs.append(last_logprob if sequence.mask[-1] else 0.0)
+    return logprobs
 
 
 class FrozenModel:
-    """Runs without gradients: whole on every rank or, beside ZeRO-3, spread over the ranks."""
+    """Computes log-probs without gradients: whole on every rank or, at ZeRO-3, spread over them."""
 
     def __init__(self, module: Policy, setup: engine.Setup) -> None:
         self._module = module.requires_grad_(False).eval()
@@ -136,16 +168,19 @@ class FrozenModel:
         device = setup.ranks.device
         if setup.stage == 3:
             engine.spread(module, setup)
-            engine.initialize(setup, model=module)  # its hooks gather the weights
+            engine.initialize(setup, model=module)  # DeepSpeed's hooks gather the weights
         else:
             module.to(device)
         module.check_architecture(device)
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
+        """Compute the log-prob of each target of a batch, [b, t]."""
+        # ZeRO-0 has float32 weights, and computes in 16 bits as the policy does.
         casts = self._setup.stage == 0 and self._setup.dtype != torch.float32
         with torch.autocast(self._setup.ranks.device.type, self._setup.dtype, enabled=casts):
             logprobs_bt: Tensor = self._module(batch)[0]
         return logprobs_bt
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the model, which may be moved off the GPU between steps."""
         return share_gpu.tensors_in(list(self._module.parameters()), list(self._module.buffers()))
