@@ -66,7 +66,8 @@ def serve(config: Config) -> None:
     """Load the model and serve it until Ctrl-C or SIGTERM; return with every child process ended.
 
     In a script, call it below `if __name__ == "__main__":`, as the engine's processes import the
-    script again. Raises ConfigError where the server can't start, ServerError where the engine ends.
+    script again. Raises ConfigError where the server can't start, and ServerError where the engine
+    ends.
     """
     import uvloop
 
@@ -120,7 +121,7 @@ def _server_error(error: ApiError, llm: Any) -> ServerError:
 
 
 def _load(config: Config) -> tuple[Namespace, Any]:
-    """Start the engine with the model. Returns vLLM's arguments and the engine; raises ConfigError."""
+    """Load the model into an engine. Returns vLLM's arguments and the engine; raises ConfigError."""
     try:
         # Refuse a bad model folder before the engine starts.
         tokenizer = model_folder.examine(config.model, trains=False)

@@ -105,7 +105,7 @@ def install(server: Server) -> None:
     """Have the sampler take images, and the guard check those on their way to vLLM's routes."""
     engine = server.engine
     placeholder = engine.sampler.placeholder
-    engine.sampler.eyes = eyes = Eyes(engine.llm, placeholder, server.image_hosts)
+    engine.sampler.image_reader = eyes = Eyes(engine.llm, placeholder, server.image_hosts)
     engine.llm.stops = (
         [] if placeholder is None else [placeholder]
     )  # read again, it would be taken for an image
