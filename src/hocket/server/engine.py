@@ -66,7 +66,7 @@ class Engine:
         # Requests that were let in before the engine fell asleep wait until it wakes up.
         admitted = functools.partial(self.require_ready, admits={"asleep"})
         tokenizer = tokenizers.load(model)
-        versions.remove_left()
+        versions.remove_leftovers()
         self.llm = llm
         llm.require_ready = admitted
         llm.ends = sorted(tokenizers.end_ids(model, tokenizer) - {tokenizer.placeholder})

@@ -107,7 +107,7 @@ class Sampler:
     ) -> SamplingParams:
         """Fit max_tokens into the context after a prompt of `num_tokens`, if the request allows it.
 
-        Raises ApiError where prompt and completion do not fit: vLLM would lower max_tokens silently.
+        Raises ApiError where prompt and completion do not fit: vLLM would lower max_tokens.
         """
         sampling = request.sampling
         if request.fit:
@@ -191,7 +191,7 @@ class Sampler:
             raise invalid(message, "use 0 for greedy decoding")
 
     def _token_ids(self, prompt: PromptInput, where: str) -> tuple[list[int], Sequence[str]]:
-        """Tokenize a prompt. Returns its token ids, with one placeholder per image, and its images."""
+        """Tokenize a prompt. Returns token ids, with one placeholder per image, and the images."""
         if isinstance(prompt, str):
             return list(self._reader(prompt, add_special_tokens=True)["input_ids"]), ()
         if isinstance(prompt, dict):

@@ -121,7 +121,7 @@ def _server_error(error: ApiError, llm: Any) -> ServerError:
 
 
 def _load(config: Config) -> tuple[Namespace, Any]:
-    """Load the model into an engine. Returns vLLM's arguments and the engine; raises ConfigError."""
+    """Load the model. Returns vLLM's arguments and the engine. Raises ConfigError."""
     try:
         # Refuse a bad model folder before the engine starts.
         tokenizer = model_folder.examine(config.model, trains=False)
