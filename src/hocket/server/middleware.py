@@ -1,6 +1,6 @@
 """Guard every route, vLLM's too.
 
-The guard checks the token, refuses browsers on pages of other sites, and reads bodies within limits.
+The guard checks the token, refuses browsers on pages of other sites, and bounds bodies.
 `unless_client_leaves` cancels work whose client has gone.
 """
 
@@ -36,8 +36,8 @@ class Guard:
     Without a token, the guard refuses pages of other sites. With a token, every request must bring
     the token or a key of its path, except GET of `free`.
 
-    It reads each body before the route does, within MAX_BODY_BYTES and BODY_TIMEOUT_S. The bodies of
-    `free` and of PUT are not read: those of PUT are files, which their routes limit.
+    It reads each body before the route does, within MAX_BODY_BYTES and BODY_TIMEOUT_S. It does not
+    read the bodies of `free` and of PUT: those of PUT are files, which their routes limit.
     """
 
     def __init__(
