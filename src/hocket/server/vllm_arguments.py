@@ -44,9 +44,9 @@ RESERVED = {
 """Further arguments that server.engine can't set, as a weight sync relies on their values."""
 IMAGE_ARGUMENTS: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
-    # vLLM keeps preprocessed images in two processes. The two caches agree only where requests reach
-    # the engine in the order in which they were made. Here requests wait for slots, and the caches
-    # are cleared one after the other.
+    # vLLM keeps preprocessed images in two processes. The two caches agree only where requests
+    # reach the engine in the order in which they were made. Here requests wait for slots, and the
+    # caches are cleared one after the other.
     "mm_processor_cache_gb": 0,
     "mm_hasher_algorithm": "sha256",  # vLLM's default needs a package that its CPU build lacks
 }
@@ -93,7 +93,7 @@ def refuse_variables() -> None:
 
 
 def engine_arguments(config: Config) -> Namespace:
-    """Turn a config into the arguments of vLLM's engine and app, except those left at their default.
+    """Turn a config into the arguments of vLLM's engine and app; others keep vLLM's defaults.
 
     Raises ConfigError for a name under server.engine that vLLM lacks, or that hocket sets itself.
     """
