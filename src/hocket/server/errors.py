@@ -63,7 +63,7 @@ def check_finite(logprobs: Sequence[float]) -> None:
 
 
 def parse(message_type: type[M], body: bytes) -> M:
-    """Read a message from JSON. Raises ApiError with 400 for a body that is no JSON, else with 422."""
+    """Read a message. Raises ApiError for what is not JSON (400) or not this message (422)."""
     if body.count(b"[") + body.count(b"{") > MAX_NESTED:
         message = f"body: more than {MAX_NESTED} lists and objects"
         raise invalid(message, "send fewer, in several requests")

@@ -1,7 +1,7 @@
 """Replace vLLM's incremental detokenizer: importing this module has every route use hocket's text.
 
-vLLM's own class has two faults. It repeats a prompt that ends within a character as the model's text,
-and it misses stop strings that contain a special token.
+vLLM's own class has two faults. It repeats a prompt that ends within a character as the model's
+text, and it misses stop strings that contain a special token.
 """
 
 from bisect import bisect_right
@@ -13,14 +13,14 @@ from vllm.v1.engine import detokenizer
 from hocket.data.text import TextStream, last_characters
 
 BEGUN = "hocket_begun"
-"""Key in vLLM's `extra_args`: how many of the prompt's last tokens belong to the model's turn."""
+"""Key in vLLM's `extra_args`: how many of the prompt's last tokens are of the model's turn."""
 
 
 class TurnText(detokenizer.FastIncrementalDetokenizer):  # type: ignore[misc]  # vLLM is not typed
     """The text of a turn, until a stop string ends it.
 
-    With BEGUN it is the text of the whole turn. A stop string may then begin in the part of the turn
-    that is in the prompt.
+    With BEGUN it is the text of the whole turn. A stop string may then begin in the part of the
+    turn that is in the prompt.
     """
 
     output_text: str  # the text as vLLM shows it, without special tokens by default
