@@ -50,7 +50,7 @@ class Broadcasts:
         call = "hocket_join_group", group.model_dump_json(), size
         joined = [False]
         try:
-            # Try whether the trainer can be reached, before the workers leave the group they are in.
+            # See whether the trainer can be reached, before the workers leave their group.
             async with asyncio.timeout(REACH_S):
                 _, connection = await asyncio.open_connection(group.host, group.port)
                 connection.close()

@@ -40,7 +40,7 @@ class _Sampled(pydantic.BaseModel):
 
 @server_part("openai")
 def install(server: Server) -> None:
-    """Have the guard check bodies for vLLM's routes, and refuse all while the engine is not ready."""
+    """Have the guard check the bodies, and refuse them all while the engine is not ready."""
     for error_type in (AssertionError, AttributeError, LookupError):
         server.app.add_exception_handler(error_type, _failed)
 
@@ -99,7 +99,7 @@ def _check_prompts(body: dict[str, Any]) -> None:
 
 
 def _check_values(values: list[Any]) -> None:
-    """Raise ApiError for more than MAX_VALUES values, counting those inside of lists and objects."""
+    """Raise ApiError for more than MAX_VALUES values, with those inside of lists and objects."""
     waiting = list(values)
     count = 0
     while waiting:
