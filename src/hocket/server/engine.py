@@ -73,8 +73,8 @@ class Engine:
         tokenizer = tokenizers.load(model)
         versions.remove_leftovers()
 
-        # vLLM's engine, and what samples with it. Requests that were admitted before the engine fell
-        # asleep wait until it wakes up.
+        # vLLM's engine, and what samples with it. Requests that were admitted before the engine
+        # fell asleep wait until it wakes up.
         admitted = functools.partial(self.require_ready, admits={"asleep"})
         self.llm = llm
         llm.require_ready = admitted
@@ -134,7 +134,7 @@ class Engine:
         return self._condition.is_asleep
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
-        """Raise ApiError where the engine can't generate, unless the reason's code is in `admits`."""
+        """Raise ApiError where the engine can't generate, unless `admits` has the reason's code."""
         reason = self._reason()
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
@@ -181,7 +181,7 @@ class Engine:
             self._condition.move(EngineState.READY, None)
 
     def _mend(self) -> None:
-        """Leave the broken state, as a load has succeeded. Raises ApiError if the engine is lost."""
+        """Leave the broken state after a load. Raises ApiError where the engine is lost."""
         self.require_alive()  # it may be shutting down
         if self._condition.state is EngineState.BROKEN:
             self._condition.move(EngineState.READY, None)
@@ -376,7 +376,7 @@ class Engine:
             await self.llm.resume_generation()
 
     async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:
-        """Find a version in its folder under `root`, and check all of it but the tensors' values."""
+        """Find a version in its folder, and check all of it except the tensors' values."""
         folder, described, adapter = await self.reading(versions.read, self.root, source.name)
         expected = await self.expected(adapter)
         versions.check_manifest(described, version, expected)

@@ -50,7 +50,7 @@ class Sleeper:
             if self._num_on_gpu > 0:
                 self._num_on_gpu = 0
                 engine.fall_asleep()
-                # Generation is paused already. Any mode but keep would end paused requests.
+                # Generation is paused. Any mode but keep would end the paused requests.
                 await self._move(engine.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
                     engine.drop_weights()
