@@ -57,7 +57,7 @@ class Sleeper:
         return engine.health()
 
     async def rise(self) -> bool:
-        """Bring the weights back, so that a version can be loaded. Returns True if it was asleep."""
+        """Bring the weights back, for a version to be loaded. Returns True if it was asleep."""
         was_asleep = self._engine.is_asleep
         await self._bring_back(1)
         return was_asleep

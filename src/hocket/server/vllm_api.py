@@ -57,7 +57,7 @@ atexit.register(gc.freeze)
 def _shown(record: logging.LogRecord) -> bool:
     """Hide log records with a traceback: `last_words` has the error that ends an engine.
 
-    The environment variable TRACEBACK shows them.
+    The environment variable HOCKET_TRACEBACK shows them.
     """
     return record.exc_info is None or TRACEBACK in os.environ
 
@@ -87,8 +87,8 @@ def allow_amx() -> None:
 def start_engine(args: Namespace) -> Any:
     """Start an engine, which loads the model. Returns its AsyncLLM.
 
-    Call it outside an event loop, where a signal can interrupt it. If the engine can hold an adapter,
-    every request uses one: call `drop_adapter` before the first request.
+    Call it outside an event loop, where a signal can interrupt it. If the engine can hold an
+    adapter, every request uses one: call `drop_adapter` before the first request.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -102,7 +102,8 @@ def start_engine(args: Namespace) -> Any:
     usage = UsageContext.OPENAI_API_SERVER
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
-    # On a CPU the engine is a fork: a new process would import all of vLLM again, half of the start.
+    # On a CPU the engine is a fork. A new process would import all of vLLM again, which takes half
+    # of the start.
     if is_cpu_build():
         vllm.v1.engine.utils.get_mp_context = Forks
     # The engine's process runs our function, which calls vLLM's. A forked child inherits both; in
@@ -144,8 +145,8 @@ def _import_app() -> None:
 def _admitting_llm(num_slots: int) -> Any:
     """Make a subclass of AsyncLLM that admits at most `num_slots` requests at once; others wait.
 
-    Requests of vLLM's own routes are admitted here, too. Each first calls `require_ready`, which may
-    raise. `in_flight` counts the requests that have a slot.
+    Requests of vLLM's own routes are admitted here, too. Each first calls `require_ready`, which
+    may raise. `in_flight` counts the requests that have a slot.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -252,8 +253,8 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     def keep(record: logging.LogRecord) -> bool:
-        # vLLM logs the error first, and then tells the server that the engine has ended: the file is
-        # complete when the server looks.
+        # vLLM logs the error first, and then tells the server that the engine has ended: the file
+        # is complete when the server looks.
         if record.exc_info and str(record.msg).startswith("EngineCore"):
             words = f"{cause_of(record.exc_info[1])}\n\n{traceback.format_exc()}"
             last_words.write_text(words, encoding="utf-8")
