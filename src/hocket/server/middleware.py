@@ -99,7 +99,7 @@ class Guard:
             raise ApiError(401, "unauthorized", "this route needs the server's token", hint)
 
     def _require_own_page(self, headers: Headers) -> None:
-        """Refuse browsers on pages of other sites, even of a site whose name leads to this machine."""
+        """Refuse browsers on pages of other sites, even if a site's name leads to this machine."""
         host = headers.get("host", "")
         origin = headers.get("origin")
         name = re.sub(r":\d*$", "", host.lower())

@@ -98,7 +98,7 @@ class DiskTransport:
         return Delivery(answer_of, metrics)
 
     async def _ask(self, server: ServerClient, written: WrittenVersion, compare: bool) -> Answer:
-        """Have a server load a written version, after its upload if need be. Returns any failure."""
+        """Upload a written version if need be, and have a server load it. Returns any failure."""
         timeout_s = self.sync.timeout_s
         try:
             name = written.folder.relative_to(self.root.resolve()).as_posix()

@@ -30,7 +30,7 @@ GONE = ("unreachable", "engine_dead", "shutting_down")
 async def shared_gpu(
     trainer: "Trainer", publisher: Publisher, sync: SyncConfig, keep: bool, publishes: bool
 ) -> AsyncIterator[Metrics]:
-    """Give the GPU to the trainer for the body. Yields the metrics of the exchange. Raises SyncError.
+    """Give the GPU to the trainer for the body. Yields the metrics of it. Raises SyncError.
 
     With `publishes`, a weight sync after the body gives the GPU back to the server. Without it, the
     server gets the GPU back here, with the version that it holds. With `keep`, the server keeps its

@@ -98,7 +98,7 @@ def chosen_transport(sync: SyncConfig) -> Callable[[Sending], Transport]:
 
 @dataclasses.dataclass
 class WithFallback:
-    """A transport that uses a fast one, and the disk for servers that the fast one does not reach."""
+    """A transport that uses a fast one, and the disk for servers that it does not reach."""
 
     fast: Transport
     disk: Transport

@@ -1,7 +1,7 @@
 """Number weight versions, and write them to folders such as weights/v000012.
 
-A folder holds a Hugging Face model, or a PEFT adapter. Its manifest describes the tensors in memory,
-so that a server also notices what went wrong on writing.
+A folder holds a Hugging Face model, or a PEFT adapter. Its manifest describes the tensors in
+memory, so that a server also notices what went wrong on writing.
 """
 
 import contextlib
