@@ -131,6 +131,7 @@ class Engine:
 
     @property
     def is_asleep(self) -> bool:
+        """True while the weights or the KV cache are off the GPU."""
         return self._condition.is_asleep
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
@@ -291,9 +292,9 @@ class Engine:
         """Pause, load a version into the model, and generate with it. Raises ApiError."""
 
         async def load() -> dict[str, Any]:
-            compare = False
+            only_compare = False
             answers: list[dict[str, Any]] = await vllm_api.call_workers(
-                self.llm, *incoming.call, incoming.checksum, compare
+                self.llm, *incoming.call, incoming.checksum, only_compare
             )
             await self.llm.update_weight_version(str(request.version))
             await self._resume()
@@ -328,10 +329,10 @@ class Engine:
         doing = f"comparing with version {version}"
 
         async def compare() -> None:
-            compare = True
+            only_compare = True
             try:
                 answers = await vllm_api.call_workers(
-                    self.llm, *incoming.call, held.answer.checksum, compare
+                    self.llm, *incoming.call, held.answer.checksum, only_compare
                 )
             except RuntimeError as error:
                 # A worker failed. All workers have put back the weights that they compared.

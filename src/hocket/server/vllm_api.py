@@ -127,6 +127,7 @@ class ForkedEngine(ForkProcess):
     """
 
     def start(self) -> None:
+        """Fork the engine, then import vLLM's app in a thread of this process."""
         super().start()
         threading.Thread(target=_import_app).start()
 
@@ -154,6 +155,8 @@ def _admitting_llm(num_slots: int) -> Any:
     slots = asyncio.Semaphore(num_slots)
 
     class AdmittingLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
+        """vLLM's engine, with slots for requests."""
+
         require_ready: Callable[[], None] = staticmethod(lambda: None)
         ends: Sequence[int] = ()  # tokens that end an answer, some of which vLLM does not know
         stops: Sequence[int] = ()  # tokens that end it even where a request ignores ends
@@ -164,6 +167,7 @@ def _admitting_llm(num_slots: int) -> Any:
         def generate(
             self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
         ) -> Any:
+            """Yield the outputs of a request, whose tokens are sampled as SAMPLE says."""
             # If the engine can hold an adapter it always has one, if only of zeros.
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")

@@ -107,6 +107,7 @@ class WithFallback:
     async def deliver(
         self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
     ) -> Delivery:
+        """Send the version by the fast transport, then by disk to servers that failed."""
         delivery = await self.fast.deliver(version, servers, compare=compare)
         failed = not_reached(delivery)
         if failed:
