@@ -74,7 +74,7 @@ class CollectiveTransport:
         links = [link for link in links_or_errors if isinstance(link, _Link)]
 
         # Announce the buckets, and wait until each server is ready or has answered. Frozen weights
-        # stay at home if all servers have them; a comparison is of all weights.
+        # are left out if all servers have them, except from a comparison.
         partial = self.freezes and not compare and all(link.holds_frozen for link in links)
         buckets = self.trained if partial else self.buckets
         await asyncio.gather(*(link.begin(version, compare, buckets) for link in links))
@@ -292,7 +292,7 @@ class _Link:
     async def outcome(self) -> Answer:
         """Wait for the server's answer.
 
-        If the server only stopped answering, the failure that the trainer has seen explains why.
+        If the server itself reports no cause, the failure that the trainer has seen comes first.
         """
         if self._failure is not None:
             self.close()  # or the workers would go on waiting
