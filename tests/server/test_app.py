@@ -1,6 +1,7 @@
 """Our routes on an app of their own, with a fake engine."""
 
 import asyncio
+import doctest
 import json
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest
+from hocket.server import errors
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
@@ -121,6 +123,12 @@ BAD = {
     "integer of 5000 digits": b'{"prompts": [[' + b"9" * 5000 + b"]]}",
     "body over the limit": b'{"prompts": ["' + b"a" * (2 << 20) + b'"]}',
 }
+
+
+def test_the_example_of_a_refusal_holds() -> None:
+    results = doctest.testmod(errors)
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 @pytest.mark.parametrize("kind", BAD)

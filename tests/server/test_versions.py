@@ -252,5 +252,5 @@ def test_what_killed_servers_left_is_removed_at_the_next_start(tmp_path: Path, m
     mine, left = versions.temporary_prefix() + "abc", f"hocket-weights-{ended.pid}-abc"
     for name in (mine, left, "hocket-weights-of-mine"):
         (tmp_path / name).mkdir()
-    versions.remove_left()
+    versions.remove_leftovers()
     assert {path.name for path in tmp_path.iterdir()} == {mine, "hocket-weights-of-mine"}

@@ -311,7 +311,7 @@ def idle_engine() -> Any:
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
     engine.llm, engine.root, engine.sources = make_llm(), Path("/nowhere"), {}
     engine.share_gpu = False
-    engine.sampler = SimpleNamespace(eyes=None, placeholder=None)  # type: ignore[assignment]
+    engine.sampler = SimpleNamespace(image_reader=None, placeholder=None)  # type: ignore[assignment]
     engine.health = fakes.health  # type: ignore[method-assign]
     return engine
 

@@ -25,36 +25,48 @@ def assemble(
     token: str | None,
     image_hosts: Collection[str] = (),
 ) -> Guard:
-    """Add hocket's routes to an app that has others, and put the guard in front of all."""
+    """Add hocket's routes to vLLM's app, and put the guard in front of all routes.
+
+    Returns the guard, which is the ASGI app to serve.
+    """
     guard = Guard(app, host=host, token=token)
     app.include_router(_routes(engine))
+
+    # Each part of the server adds its routes, checks and abilities.
     server = Server(app=app, engine=engine, guard=guard, image_hosts=image_hosts)
     for install in PARTS.each():
         install(server)
+
+    # All refusals have one form.
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, http_error)
-    # vLLM has built it already, without our handlers; the first request builds it again.
+    # vLLM has built the middleware already, without our handlers. Without it, the first request
+    # builds it again.
     app.middleware_stack = None
     return guard
 
 
 class _UnparsedRoute(APIRoute):
-    """Leave the body to the endpoint, whose parameter `body` only describes it for /docs."""
+    """A route that leaves the body to its endpoint.
+
+    The endpoint's parameter `body` only describes the body for /docs, and is None.
+    """
 
     def get_route_handler(self) -> Handler:
         return functools.partial(self.endpoint, body=None)
 
 
 def _routes(engine: Engine) -> APIRouter:
+    """Make the routes of the core: health, generation, heartbeats and weight versions."""
     routes = router()
 
     @routes.get("/health")
     async def health() -> protocol.Health:
-        """Report what the server holds and does; the one route that needs no token."""
+        """Report the server's state and weight version. No other route works without the token."""
         return engine.health()
 
     async def generate(request: Request, body: protocol.GenerateRequest) -> Response:
-        """Sample completions of each prompt, with the log-prob and the weight version of every token."""
+        """Sample completions of each prompt, with every token's log-prob and weight version."""
         engine.require_ready()
         message, jobs = await engine.read(await request.body())
         if message.stream:
@@ -79,11 +91,15 @@ async def _all(
     message: protocol.GenerateRequest,
     jobs: Sequence[Job],
 ) -> Response:
-    async with contextlib.aclosing(engine.sampler.completions(jobs)) as finished:
-        done = {(job.prompt, job.index): completion async for job, completion in finished}
+    """Answer with all completions at once, in the order of the prompts."""
+    # They finish in any order.
+    finished = dict[tuple[int, int], protocol.Completion]()
+    async with contextlib.aclosing(engine.sampler.completions(jobs)) as sampled:
+        async for job, completion in sampled:
+            finished[job.prompt, job.index] = completion
     completions: list[list[protocol.Completion]] = [[] for _ in message.prompts]
-    for prompt, index in sorted(done):
-        completions[prompt].append(done[prompt, index])
+    for prompt, index in sorted(finished):
+        completions[prompt].append(finished[prompt, index])
     answer = protocol.GenerateResponse(
         version=engine.version,
         model=engine.model,
@@ -93,18 +109,22 @@ async def _all(
 
 
 async def _stream(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> AsyncIterator[str]:
+    """Yield a line for each completion as it finishes, then a line that ends the answer.
+
+    The status is sent before anything can fail, so the last line carries the error, if any.
+    """
     error: protocol.ErrorBody | None = None
     try:
-        async with contextlib.aclosing(engine.sampler.completions(jobs)) as finished:
-            async for job, completion in finished:
+        async with contextlib.aclosing(engine.sampler.completions(jobs)) as sampled:
+            async for job, completion in sampled:
                 line = protocol.StreamLine(
                     prompt=job.prompt,
                     index=job.index,
                     completion=completion,
                 )
                 yield line.model_dump_json(context=packed, ensure_ascii=True) + "\n"
-    except ApiError as failed:
-        error = failed.body
+    except ApiError as failure:
+        error = failure.body
     end = protocol.StreamEnd(version=engine.version, model=engine.model, error=error)
     yield end.model_dump_json(ensure_ascii=True) + "\n"
 

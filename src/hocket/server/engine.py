@@ -1,4 +1,4 @@
-"""The generation engine: numbered weights that change without a restart."""
+"""The generation engine: it samples with numbered weight versions, and loads them in its pauses."""
 
 import asyncio
 import contextlib
@@ -24,34 +24,41 @@ from hocket.types import InFlight
 T = TypeVar("T")
 
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
-MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}  # of sync.in_flight, as vLLM names them
+MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}
+"""vLLM's names of the values of sync.in_flight."""
 
 
 class Found(NamedTuple):
     """A version at its source, ready to be loaded."""
 
-    call: tuple[str, ...]  # the workers' method that loads it, and its arguments
-    checksum: str  # "" where it shows only as the version comes
-    is_whole: bool = True  # or an adapter
-    discard: Callable[[], None] = lambda: None  # what may be wrong, after a failure
+    call: tuple[str, ...]  # name of the workers' method that loads it, then its arguments
+    checksum: str  # "" where it is known only once the version has come
+    is_whole: bool = True  # False for an adapter
+    discard: Callable[[], None] = lambda: None  # after a failure, forgets what may be wrong
 
 
 Find = Callable[[Any, int], Awaitable[Found]]
-"""(source, version) -> what is there. Raises ApiError with 4xx where that is not this version of the model."""
+"""(source, version) -> the version, ready to be loaded.
+
+Raises ApiError with 4xx where the source does not hold this version of the model.
+"""
 
 
 class SleepState(Protocol):
-    """How much of an engine is on the GPU that it shares with a trainer (share_gpu.py)."""
+    """The parts of an engine that are on the GPU it shares with a trainer (share_gpu.py)."""
 
     async def rise(self) -> bool:
-        """Bring the weights back; return whether they were away: then nothing runs."""
+        """Bring the weights back. Returns True if the engine was asleep: then nothing runs."""
 
     async def wake(self) -> None:
-        """Bring back the rest, so that generation goes on."""
+        """Bring everything back, so that generation goes on."""
 
 
 class Engine:
-    """An AsyncLLM with numbered weights from `root`; each step of a reload has the deadline `timeout_s`."""
+    """An AsyncLLM with numbered weights.
+
+    Folders of versions lie under `root`. Each step of a reload has the deadline `timeout_s`.
+    """
 
     def __init__(
         self,
@@ -63,47 +70,52 @@ class Engine:
         share_gpu: bool = False,
         template: Mapping[str, Any],  # options of the chat template
     ) -> None:
-        # Requests that were let in before the engine fell asleep wait until it wakes up.
-        admitted = functools.partial(self.require_ready, admits={"asleep"})
         tokenizer = tokenizers.load(model)
-        versions.remove_left()
+        versions.remove_leftovers()
+
+        # vLLM's engine, and what samples with it. Requests that were admitted before the engine
+        # fell asleep wait until it wakes up.
+        admitted = functools.partial(self.require_ready, admits={"asleep"})
         self.llm = llm
         llm.require_ready = admitted
         llm.ends = sorted(tokenizers.end_ids(model, tokenizer) - {tokenizer.placeholder})
         self.model = model
         self.sampler = Sampler(llm, tokenizer, admitted, template)
+
+        # What the server is, for clients: settings that stay as they are.
         self.root = root.resolve()
         self.timeout_s = timeout_s
         self.share_gpu = share_gpu
         self.session = secrets.token_hex(8)
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
-        self.sources: dict[str, Find] = {
-            "disk": self._find_on_disk
-        }  # by kind; parts of the server add theirs
-        self._sleep_state: SleepState | None = None  # None: it shares no GPU
+        self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
+        self._architecture = "unknown"
+
+        # Where versions come from, by kind of source; parts of the server add theirs.
+        self.sources: dict[str, Find] = {"disk": self._find_on_disk}
+
+        # What changes while it serves.
+        self._sleep_state: SleepState | None = None  # None where it shares no GPU
         self.holder = Holder()
-        self.lock = asyncio.Lock()  # of what changes the engine
+        self.lock = asyncio.Lock()  # held by whatever changes the engine
         first = protocol.ReloadResponse(
             version=0, seconds=0, num_tensors=0, checksum="", session=self.session
         )
         self._condition = Condition(Held(None, first))
-        self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
-        self._architecture = "unknown"
 
     async def start(self) -> None:
         """Label the first weights and generate once, which takes longer the first time."""
         await vllm_api.call_workers(self.llm, "hocket_drop_adapter")
         await self.llm.update_weight_version(str(self.version))
-        await self.sampler.complete(
-            Job(prompt=0, index=0, token_ids=[0], sampling=protocol.SamplingParams(max_tokens=2))
-        )
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # of a model that transformers, and so a trainer, can't load
+        sampling = protocol.SamplingParams(max_tokens=2)
+        await self.sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling))
+        # transformers, and so a trainer, can't load every model that vLLM can.
+        with contextlib.suppress(OSError, ValueError):
             self._architecture = (await asyncio.to_thread(model_shapes, self.model)).architecture
 
     @property
     def max_adapter_rank(self) -> int:
+        """The highest rank of adapters that the engine takes; 0 where it takes none."""
         lora = self.llm.vllm_config.lora_config
         return 0 if lora is None else int(lora.max_lora_rank)
 
@@ -114,25 +126,26 @@ class Engine:
 
     @property
     def held(self) -> Held | None:
-        """The version that the model holds; None where it holds none whole."""
+        """The version that the model holds; None while it holds no version as a whole."""
         return self._condition.held
 
     @property
     def is_asleep(self) -> bool:
+        """True while the weights or the KV cache are off the GPU."""
         return self._condition.is_asleep
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
-        """Raise ApiError where the engine can't generate, but for codes of `admits`."""
+        """Raise ApiError where the engine can't generate, unless `admits` has the reason's code."""
         reason = self._reason()
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
 
     def require_alive(self) -> None:
-        """Raise ApiError where no reload brings the engine back."""
+        """Raise ApiError where the engine is lost: no reload brings it back."""
         self.require_ready(admits=protocol.CURABLE)
 
     def _reason(self) -> protocol.ErrorBody | None:
-        """Look whether the engine lives; then say why it can't generate."""
+        """Check that the engine's process lives. Returns why it can't generate, or None."""
         # While the server is shutting down, the end of the engine's process is no failure.
         if self.llm.errored and self._condition.state is not EngineState.STOPPING:
             self._condition.move(EngineState.LOST, DEAD)
@@ -148,7 +161,7 @@ class Engine:
         self._condition.move(state, reason)
 
     def share(self, sleep_state: SleepState) -> None:
-        """Wake this up with each reload: the engine shares its GPU."""
+        """Share the GPU with a trainer: from now on each reload wakes the engine."""
         self._sleep_state = sleep_state
 
     def fall_asleep(self) -> None:
@@ -164,12 +177,12 @@ class Engine:
         self._condition.drop_weights()
 
     def wake(self) -> None:
-        """Generate again, if only sleep was in the way."""
+        """Generate again, unless the engine is broken, too."""
         if self._condition.state is EngineState.ASLEEP:
             self._condition.move(EngineState.READY, None)
 
     def _mend(self) -> None:
-        """Leave a failure behind, as a load has succeeded. Raises ApiError where the engine is lost."""
+        """Leave the broken state after a load. Raises ApiError where the engine is lost."""
         self.require_alive()  # it may be shutting down
         if self._condition.state is EngineState.BROKEN:
             self._condition.move(EngineState.READY, None)
@@ -183,6 +196,7 @@ class Engine:
         return "asleep" if self._condition.state is EngineState.ASLEEP else "failed"
 
     def health(self) -> protocol.Health:
+        """Describe the engine for /health, also while it can't generate."""
         model = self.llm.model_config
         vllm = self.llm.vllm_config
         return protocol.Health(
@@ -206,6 +220,7 @@ class Engine:
         )
 
     async def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
+        """Note that a trainer uses the server, or leaves it. Raises ApiError if another has it."""
         if request.leaving:
             self.holder.leave(request.trainer)
         else:
@@ -213,6 +228,7 @@ class Engine:
         return self.health()
 
     async def read(self, body: bytes) -> tuple[protocol.GenerateRequest, list[Job]]:
+        """Read the body of a generate request, and admit it. Raises ApiError."""
         request, jobs = await self.sampler.read(body)
         self.admit(request)
         return request, jobs
@@ -221,9 +237,8 @@ class Engine:
         """Raise ApiError where another trainer has the server, or the caller's session is over."""
         self.holder.hear(request.trainer)
         if request.session not in (None, self.session):
-            raise ApiError(
-                409, "other_session", "this server was started again", "bring it up to date first"
-            )
+            message = "this server was started again"
+            raise ApiError(409, "other_session", message, "bring it up to date first")
 
     async def reload(self, request: protocol.ReloadRequest) -> protocol.ReloadResponse:
         """Load a weight version, or compare the model with it.
@@ -237,13 +252,16 @@ class Engine:
             self.holder.hear(request.trainer)
             self.require_ready(admits=() if request.compare else protocol.CURABLE)
             start = time.perf_counter()
+
             # Find the version while generation goes on, and refuse one that can't be loaded.
             find = self._source(request.source.kind)
             incoming = await find(request.source, request.version)
             held = self._held_as(request.version, incoming)
             if request.compare:
                 return await self._compare(request.version, incoming, held, start)
-            # A version that is held already is not loaded again; a broadcast's source tells its run.
+
+            # A version that is held already is not loaded again. Its source must be the same, too:
+            # the source of a broadcast names the transfer.
             if held is None or held.source != request.source:
                 held = await self._load(request, incoming, start)
             if self._sleep_state is not None:
@@ -252,33 +270,37 @@ class Engine:
 
     def _source(self, kind: str) -> Find:
         if kind not in self.sources:
-            message = f"source.kind: no part of this server reads {kind!r}; it reads {', '.join(sorted(self.sources))}"
-            raise invalid(
-                message,
-                "start it with the part's file under server.plugins, or set another sync.backend",
-            )
+            kinds = ", ".join(sorted(self.sources))
+            message = f"source.kind: no part of this server reads {kind!r}; it reads {kinds}"
+            hint = "start it with the part's file under server.plugins, or set another sync.backend"
+            raise invalid(message, hint)
         return self.sources[kind]
 
     def _held_as(self, version: int, incoming: Found) -> Held | None:
-        """Return this version if the model holds it already; a resumed run gives its name to other weights."""
+        """Look up the version that the model holds, if it is this one.
+
+        The checksum must agree, too: a run that was resumed may give the number to other weights.
+        """
         held = self.held
-        if (
-            held is None
-            or held.answer.version != version
-            or incoming.checksum not in ("", held.answer.checksum)
-        ):
+        if held is None or held.answer.version != version:
+            return None
+        if incoming.checksum not in ("", held.answer.checksum):
             return None
         return held
 
     async def _load(self, request: protocol.ReloadRequest, incoming: Found, start: float) -> Held:
+        """Pause, load a version into the model, and generate with it. Raises ApiError."""
+
         async def load() -> dict[str, Any]:
+            only_compare = False
             answers: list[dict[str, Any]] = await vllm_api.call_workers(
-                self.llm, *incoming.call, incoming.checksum, False
+                self.llm, *incoming.call, incoming.checksum, only_compare
             )
             await self.llm.update_weight_version(str(request.version))
             await self._resume()
             return answers[0]
 
+        # An engine that was asleep is paused already.
         was_asleep = self._sleep_state is not None and await self._sleep_state.rise()
         if not was_asleep:
             await self.pause(request.in_flight)
@@ -300,23 +322,30 @@ class Engine:
     async def _compare(
         self, version: int, incoming: Found, held: Held | None, start: float
     ) -> protocol.ReloadResponse:
+        """Compare the model with a version that it holds, in a pause. Raises ApiError."""
         if held is None:
             message = f"the engine does not hold this version {version}, so it can't be compared"
             raise ApiError(503, "other_version", message, "load it first")
         doing = f"comparing with version {version}"
 
         async def compare() -> None:
+            only_compare = True
             try:
                 answers = await vllm_api.call_workers(
-                    self.llm, *incoming.call, held.answer.checksum, True
+                    self.llm, *incoming.call, held.answer.checksum, only_compare
                 )
-            except RuntimeError as error:  # of workers, which have put back what they compared
+            except RuntimeError as error:
+                # A worker failed. All workers have put back the weights that they compared.
                 await self._resume()
                 message = f"{doing} failed: {cause_of(error)}"
-                raise ApiError(
-                    500, "compare_failed", message, "the engine goes on as before"
-                ) from error
-            different = sorted(set().union(*(answer["different"] for answer in answers)))
+                hint = "the engine goes on as before"
+                raise ApiError(500, "compare_failed", message, hint) from error
+
+            # With tensor parallelism, each worker compares its own part of a tensor.
+            names_that_differ = set[str]()
+            for answer in answers:
+                names_that_differ.update(answer["different"])
+            different = sorted(names_that_differ)
             if different:
                 names = ", ".join(different[:3])
                 message = f"{doing} failed: the model differs in {names} ({len(different)} in all)"
@@ -329,16 +358,18 @@ class Engine:
         return held.answer.model_copy(update={"seconds": time.perf_counter() - start})
 
     async def _change(self, doing: str, incoming: Found, work: Awaitable[T]) -> T:
-        """Return the work's result. Where it fails, the engine stays paused: its model may be half loaded."""
+        """Wait for work on the model. Raises ApiError.
+
+        After a failure the engine stays paused: its model may be half loaded.
+        """
         try:
             return await self.in_time(work)
         except Exception as error:
             incoming.discard()
-            if isinstance(error, ApiError):  # which says what the engine does now
+            if isinstance(error, ApiError):  # the work itself has decided what the engine does now
                 raise
-            raise await self.fail_all(
-                500, "reload_failed", f"{doing} failed: {cause_of(error)}", RELOAD
-            ) from error
+            message = f"{doing} failed: {cause_of(error)}"
+            raise await self.fail_all(500, "reload_failed", message, RELOAD) from error
 
     async def _resume(self) -> None:
         self.require_alive()  # it may be shutting down
@@ -346,16 +377,16 @@ class Engine:
             await self.llm.resume_generation()
 
     async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:
+        """Find a version in its folder, and check all of it except the tensors' values."""
         folder, described, adapter = await self.reading(versions.read, self.root, source.name)
         expected = await self.expected(adapter)
         versions.check_manifest(described, version, expected)
         await self.reading(versions.check_headers, folder, described)
-        return Found(
-            ("hocket_load_disk", str(folder)), described.checksum, is_whole=adapter is None
-        )
+        call = "hocket_load_disk", str(folder)
+        return Found(call, described.checksum, is_whole=adapter is None)
 
     async def expected(self, adapter: protocol.AdapterConfig | None) -> ModelShapes:
-        """Return the tensors of the model, or of this adapter of it."""
+        """List the tensors of the model, or of this adapter of it. Raises ApiError."""
         model = await self.reading(model_shapes, self.model)
         if adapter is None:
             return model
@@ -364,19 +395,19 @@ class Engine:
             message = (
                 "the weights that an adapter belongs to are gone: a whole version has replaced them"
             )
-            raise ApiError(
-                409, "base_replaced", message, "restart the server with the trainer's model.lora"
-            )
+            hint = "restart the server with the trainer's model.lora"
+            raise ApiError(409, "base_replaced", message, hint)
         return shapes
 
     async def pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
         """Stop generation. Raises ApiError where running requests take too long."""
+        mode = MODES[in_flight]
         try:
-            await self.in_time(
-                self.llm.pause_generation(mode=MODES[in_flight], clear_cache=clear_cache)
-            )
+            await self.in_time(self.llm.pause_generation(mode=mode, clear_cache=clear_cache))
         except TimeoutError as late:
-            message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self.timeout_s:g}"
+            deadline = f"sync.timeout_s={self.timeout_s:g}"
+            message = f"{self.llm.in_flight} requests did not end within {deadline}"
+            # Give up the pause: the requests go on, with the weights that they had.
             try:
                 await asyncio.wait_for(self.llm.resume_generation(), vllm_api.ABORT_TIMEOUT_S)
             except Exception as error:
@@ -390,15 +421,16 @@ class Engine:
         try:
             return await self.in_time(asyncio.to_thread(function, *arguments))
         except TimeoutError as error:
-            message = f"the files were not read within sync.timeout_s={self.timeout_s:g}: does their disk hang?"
-            raise ApiError(
-                503, "slow_disk", message, "the old weights keep serving; publish it again"
-            ) from error
+            deadline = f"sync.timeout_s={self.timeout_s:g}"
+            message = f"the files were not read within {deadline}: does their disk hang?"
+            hint = "the old weights keep serving; publish it again"
+            raise ApiError(503, "slow_disk", message, hint) from error
 
     async def in_time(self, work: Awaitable[T]) -> T:
-        """Return the work's result. Raises TimeoutError with the setting, or ApiError where the engine is lost.
+        """Wait for work of the engine, at most `timeout_s`, and return its result.
 
-        vLLM never answers the calls of a process that ended.
+        Raises TimeoutError that names the setting, or ApiError where the engine is lost: vLLM never
+        answers the calls to a process that has ended, so this looks at it meanwhile.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -416,9 +448,9 @@ class Engine:
             await cancel([task])
 
     async def fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
-        """End all requests with a failure, as no good version may come in time; return its error.
+        """End all requests with an error, and return it: a good version may never come.
 
-        Raises ApiError where the engine is lost, which says more.
+        Raises the ApiError of a lost engine in its place, as that one says more.
         """
         self.require_alive()
         error = ApiError(status, code, message, hint)

@@ -1,4 +1,4 @@
-"""Refuse requests in one form on every route: status, code, message and hint."""
+"""Refuse requests in the same form on every route: status, code, message and hint."""
 
 import math
 from collections.abc import Sequence
@@ -15,101 +15,110 @@ from hocket.protocol import MAX_COMPLETIONS, ErrorBody, ErrorResponse, SamplingP
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 MAX_NESTED = 1 << 21
-"""Lists and objects in one body: an empty one takes two bytes there, and two hundred in memory."""
+"""Most lists and objects in one body: an empty one takes 2 bytes there, and 200 in memory."""
 MAX_EXPLAINED = 1000
-"""Errors in one body up to which they are looked at; each takes a kilobyte."""
+"""Most errors in one body that are looked at one by one; each takes a kilobyte of memory."""
 
 
 class ApiError(HocketError):
-    """A request that is answered with an HTTP status and an ErrorBody."""
+    """The reason why a request is refused, with the HTTP status and the ErrorBody of its answer.
+
+    Example:
+
+        >>> error = ApiError(404, "no_such_version", "there is no 'v7'", "publish it first")
+        >>> error.response().status_code
+        404
+    """
 
     def __init__(self, status: int, code: str, message: str, hint: str) -> None:
         super().__init__(message)
         self.status = status
-        self.body = ErrorBody(
-            code=code, message=encodable(message[:2000]), hint=encodable(hint[:2000])
-        )
+        message = encodable(message[:2000])
+        self.body = ErrorBody(code=code, message=message, hint=encodable(hint[:2000]))
 
     def response(self) -> JSONResponse:
+        """Make the answer to the request."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
-        return JSONResponse(
-            ErrorResponse(error=self.body).model_dump(), status_code=self.status, headers=headers
-        )
+        content = ErrorResponse(error=self.body).model_dump()
+        return JSONResponse(content, status_code=self.status, headers=headers)
 
 
 def invalid(message: str, hint: str, *, code: str = "invalid_request") -> ApiError:
-    """Return the error of a well-formed request for something impossible."""
+    """Make the error of a well-formed request that can't be fulfilled."""
     return ApiError(422, code, message, hint)
 
 
 def check_count(completions: int) -> None:
+    """Raise ApiError for more completions than a request may have."""
     if completions > MAX_COMPLETIONS:
         message = f"{completions} completions are more than the {MAX_COMPLETIONS} of one request"
         raise invalid(message, "send several")
 
 
 def check_finite(logprobs: Sequence[float]) -> None:
+    """Raise ApiError where a log-prob is not finite."""
     if not math.isfinite(sum(logprobs)):
-        raise ApiError(
-            500, "not_finite", "the weights give log-probs that are not finite", "publish good ones"
-        )
+        message = "the weights give log-probs that are not finite"
+        raise ApiError(500, "not_finite", message, "publish good ones")
 
 
-def parse(message: type[M], body: bytes) -> M:
+def parse(message_type: type[M], body: bytes) -> M:
     """Read a message. Raises ApiError for what is not JSON (400) or not this message (422)."""
     if body.count(b"[") + body.count(b"{") > MAX_NESTED:
-        raise invalid(
-            f"body: more than {MAX_NESTED} lists and objects", "send fewer, in several requests"
-        )
+        message = f"body: more than {MAX_NESTED} lists and objects"
+        raise invalid(message, "send fewer, in several requests")
     try:
-        return message.model_validate_json(body)
+        return message_type.model_validate_json(body)
     except pydantic.ValidationError as error:
         raise _explained(error) from None
 
 
 def _explained(error: pydantic.ValidationError) -> ApiError:
-    """Return the most specific of pydantic's errors in one sentence with the fix."""
+    """Explain the most specific of pydantic's errors in one sentence, with the fix."""
     hint = "the fields and their types are listed at /docs"
     if error.error_count() > MAX_EXPLAINED:
         return invalid(f"body: {error.error_count()} fields are wrong or unknown", hint)
+
+    # The most specific error is the first one with the longest path.
     errors = error.errors(include_url=False, include_input=False)
-    wrong = max(errors, key=lambda one: len(one["loc"]))
-    if wrong["type"] == "json_invalid":
-        return ApiError(
-            400, "malformed_json", wrong["msg"], "send one JSON object, encoded as UTF-8"
+    details = max(errors, key=lambda item: len(item["loc"]))
+    message = details["msg"]
+    path = details["loc"]
+    if details["type"] == "json_invalid":
+        return ApiError(400, "malformed_json", message, "send one JSON object, encoded as UTF-8")
+
+    # Each of the four kinds of a prompt complains; the path is ("prompts", number, kind, ...).
+    if path[:1] == ("prompts",) and len(path) > 2:
+        fields = [part for part in path[3:] if part != "str" and "[" not in str(part)]
+        path = path[:2] + tuple(fields)
+        hint = (
+            "a message has a role, a content that is text or parts, and maybe name, tool_calls and "
+            "tool_call_id"
         )
-    message = wrong["msg"]
-    where = wrong["loc"]
-    if (
-        where[:1] == ("prompts",) and len(where) > 2
-    ):  # each of the four kinds complains; ("prompts", 0, kind, ...)
-        where = (
-            *where[:2],
-            *(part for part in where[3:] if part != "str" and "[" not in str(part)),
-        )
-        hint = "a message has a role, a content that is text or parts, and maybe name, tool_calls and tool_call_id"
-        if len(where) < 4:  # it is no field of a message
-            where = where[:2]
-            message = "a prompt must be text, a list of token ids, or a list of chat messages, or token_ids and images"
+        if len(path) < 4:  # no field of a message is wrong, but the prompt itself
+            path = path[:2]
+            message = (
+                "a prompt must be text, a list of token ids, or a list of chat messages, or "
+                "token_ids and images"
+            )
             hint = "token ids are whole numbers from 0, messages are objects"
-    if wrong["type"] == "extra_forbidden":
+    if details["type"] == "extra_forbidden":
         message = "unknown field"
-        if error.title == "GenerateRequest" and where[0] in SamplingParams.model_fields:
-            hint = f'put it under sampling: {{"prompts": [...], "sampling": {{"{where[0]}": ...}}}}'
-    return invalid(f"{'.'.join(map(str, where)) or 'body'}: {message}", hint)
+        if error.title == "GenerateRequest" and path[0] in SamplingParams.model_fields:
+            hint = f'put it under sampling: {{"prompts": [...], "sampling": {{"{path[0]}": ...}}}}'
+    return invalid(f"{'.'.join(map(str, path)) or 'body'}: {message}", hint)
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Answer an HTTPException."""
+    """Answer an HTTPException of FastAPI or vLLM in hocket's form."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    response = ApiError(
-        error.status_code, code, str(error.detail), "the routes are listed at /docs"
-    ).response()
+    hint = "the routes are listed at /docs"
+    response = ApiError(error.status_code, code, str(error.detail), hint).response()
     response.headers.update(error.headers or {})
     return response
 
 
 def encodable(text: str) -> str:
-    """Replace half surrogate pairs, which UTF-8 can't encode, by a question mark."""
+    """Replace each half of a surrogate pair, which UTF-8 can't encode, by a question mark."""
     return text.encode(errors="replace").decode()

@@ -38,19 +38,21 @@ if TYPE_CHECKING:
 GRACE_S = 3
 """Seconds for requests in flight, and then for the engine's processes, to end by themselves."""
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
-MAX_HEAD_BYTES = 64 << 10  # of request line and headers
+MAX_HEAD_BYTES = 64 << 10  # limit of a request line and its headers
 OTHER_SETTINGS = (
-    "another model.path; or, where memory is short, a lower model.max_length or server.engine.max_num_seqs, and for "
-    "the KV cache another server.kv_cache_mib or server.gpu_memory_utilization"
+    "another model.path; or, where memory is short, a lower model.max_length or "
+    "server.engine.max_num_seqs, and for the KV cache another server.kv_cache_mib or "
+    "server.gpu_memory_utilization"
 )
+"""The settings to try after the engine failed; the end of an error sentence."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HTTP_PARTS: Registry[Callable[["uvicorn.Config"], None]] = Registry(
     "HTTP part",
     public="hocket.extras.public",
 )
 http_part = HTTP_PARTS.register
-"""Decorator of a function that changes uvicorn's settings before a server listens: also the server
-of rewards (serve-reward) and that of a run's page.
+"""Decorator of a function that changes uvicorn's settings before a server listens. It is called for
+every HTTP server of hocket: also for the reward server (serve-reward) and the page of a run.
 
 Example: a file under `server.plugins` that bounds the requests that are answered at once.
 
@@ -63,7 +65,9 @@ Example: a file under `server.plugins` that bounds the requests that are answere
 def serve(config: Config) -> None:
     """Load the model and serve it until Ctrl-C or SIGTERM; return with every child process ended.
 
-    In a script, call it below `if __name__ == "__main__":`, as the engine's processes import the script again.
+    In a script, call it below `if __name__ == "__main__":`, as the engine's processes import the
+    script again. Raises ConfigError where the server can't start, and ServerError where the engine
+    ends.
     """
     import uvloop
 
@@ -71,48 +75,59 @@ def serve(config: Config) -> None:
     server = config.server
     if config.model.random_init:
         raise ConfigError(
-            "model.random_init has no meaning for the server: its random weights would not be the trainer's. "
-            f"Save a model first, by {program()} sft CONFIG, and serve it: model.path=RUN/model model.random_init=false"
+            "model.random_init has no meaning for the server: its random weights would not be the "
+            f"trainer's. Save a model first, by {program()} sft CONFIG, and serve it: "
+            "model.path=RUN/model model.random_init=false"
         )
     with (
         contextlib.closing(bind(server.host, server.port, config.token)) as sock,
         _ending_children(),
     ):
-        os.register_at_fork(
-            after_in_child=sock.close
-        )  # the engine's process must not hold the port
+        # The engine's process must not hold the port.
+        os.register_at_fork(after_in_child=sock.close)
+
+        # Prepare this process; vLLM, imported later, reads the environment variables.
         workers = (config.launch.servers or 1) * server.tensor_parallel_size
         threads = cpu_threads(config.model.path, processes=workers)
         prepare_environment(server.tensor_parallel_size, threads)
         bound_nccl(config.sync.bucket_timeout_s)
         load_plugins(server.plugins)
+
+        # Load the model. A signal ends the process at once until the event loop takes signals over.
         _on_signals(_end_at_once)
         print(f"hocket: loading model {config.model.path}", flush=True)
         with starting():
             args, llm = _load(config)
-            gc.freeze()  # no later search looks at what is there now
+            gc.freeze()  # later garbage collections skip all objects that exist by now
+
+        # Serve. An engine that is lost ends the server with the cause.
         try:
             uvloop.run(_serve(config, args, llm, sock, start))
         except ApiError as error:
-            message = f"{error}; {error.body.hint}"
-            if error.body.code == "engine_dead":
-                why = vllm_api.last_words(llm) or "it was killed, perhaps for memory (dmesg)"
-                message = f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}"
-            raise ServerError(message, code=error.body.code) from error
+            raise _server_error(error, llm) from error
         finally:
             _on_signals(signal.SIG_IGN)  # an impatient second Ctrl-C must not leave anything behind
             llm.shutdown(timeout=GRACE_S)
     print("hocket: stopped", flush=True)
 
 
+def _server_error(error: ApiError, llm: Any) -> ServerError:
+    """Make the error that ends the server, with the cause if the engine's process ended."""
+    message = f"{error}; {error.body.hint}"
+    if error.body.code == "engine_dead":
+        cause = vllm_api.last_words(llm) or "it was killed, perhaps for memory (dmesg)"
+        message = f"{error}: {cause}; start the server again, or with {OTHER_SETTINGS}"
+    return ServerError(message, code=error.body.code)
+
+
 def _load(config: Config) -> tuple[Namespace, Any]:
-    """Return the engine's arguments and the engine, with the model."""
+    """Load the model. Returns vLLM's arguments and the engine. Raises ConfigError."""
     try:
-        tokenizer = model_folder.examine(
-            config.model, trains=False
-        )  # what is wrong is said before the engine starts
-        if added := tokenizers.said_end(config.model.path, tokenizer):
-            print(f"hocket: {added}", flush=True)
+        # Refuse a bad model folder before the engine starts.
+        tokenizer = model_folder.examine(config.model, trains=False)
+        note = tokenizers.said_end(config.model.path, tokenizer)
+        if note:
+            print(f"hocket: {note}", flush=True)
         args = vllm_arguments.engine_arguments(config)
         return args, vllm_api.start_engine(args)
     except (ValueError, RuntimeError, OSError) as error:
@@ -121,7 +136,7 @@ def _load(config: Config) -> tuple[Namespace, Any]:
 
 
 def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
-    """Set vLLM's environment variables, but for the user's own."""
+    """Set the environment variables that vLLM reads, except those that the user has set."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",  # /health must be able to report the cause
@@ -131,28 +146,33 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
     }
     if vllm_arguments.is_cpu_build():
         defaults |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one start less
+            # The worker runs in the engine's process, which saves the start of another process.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(threads),
-            "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs wait half a minute for a compiler
+            # Otherwise the first log-probs wait half a minute for a compiler.
+            "TORCHDYNAMO_DISABLE": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        if tensor_parallel_size > 1:  # else vLLM wants a NUMA node for each worker
+        # By default vLLM wants a NUMA node for each of several workers.
+        if tensor_parallel_size > 1:
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if (folder := socket_folder()) is not None:
+    folder = socket_folder()
+    if folder is not None:
         defaults["VLLM_RPC_BASE_PATH"] = folder
-    if not os.environ.get(
-        "VLLM_PORT", "0"
-    ).isdecimal():  # Kubernetes sets it where a service is called vllm
+
+    # Kubernetes sets VLLM_PORT to a URL where a service is called vllm; vLLM wants a number.
+    if not os.environ.get("VLLM_PORT", "0").isdecimal():
         del os.environ["VLLM_PORT"]
+
+    # A variable that is set already is not written again, even with the value that it has:
+    # setproctitle looks for the environment at its first place in memory.
     for name, value in defaults.items():
-        os.environ.setdefault(
-            name, value
-        )  # the others stay in their place, where setproctitle looks for them
+        os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def bind(host: str, port: int, token: str | None) -> socket.socket:
-    """Take the port at once; until the server listens, the kernel refuses connections."""
+    """Take the port at once; until `listen`, the kernel refuses connections. Raises ConfigError."""
     refuse_open("server", host, token)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -160,8 +180,8 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
         raise ConfigError(f"server.host={host} is no address of this machine: {error}") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Reuse is only for connections that the kernel remembers of an ended server: with it, two servers that are
-        # still loading could take the same port.
+        # Try without SO_REUSEADDR first: with it, two servers that are still loading could take the
+        # same port. It is only for a port whose ended server left connections in the kernel.
         with contextlib.suppress(OSError):
             sock.bind(address)
             return sock
@@ -169,26 +189,30 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        why = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
+        reason = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            why = f"port {port} is in use by {holder(port)}; set another server.port"
-        raise ConfigError(why) from error
+            reason = f"port {port} is in use by {holder(port)}; set another server.port"
+        raise ConfigError(reason) from error
     return sock
 
 
 def listen(sock: socket.socket) -> None:
-    """Let clients in, before a line that they may read says so."""
+    """Accept connections. Call it before you print a line that tells clients to connect."""
     # Connections inherit this: the port is free again as soon as the server has ended.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.listen()
 
 
 def http_server(app: "ASGIApp", host: str) -> "uvicorn.Server":
-    """Return the server of an app, with the HTTP parts for where it listens."""
+    """Make the uvicorn server of an app, with every HTTP part installed.
+
+    Also raises the limit of open files of this process, as each connection takes one. Prints a
+    warning where other machines can connect and no part replaces uvicorn's plain HTTP protocol.
+    """
     import uvicorn
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 1,024, as in a shell, are few
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # a shell's 1,024 are few
     config = uvicorn.Config(
         app,
         host=host,
@@ -217,6 +241,7 @@ async def _serve(
     from hocket.server.app import assemble
     from hocket.server.engine import Engine
 
+    # Build the engine, vLLM's app with hocket's routes, and the HTTP server around it.
     engine = Engine(
         llm,
         model=config.model.path,
@@ -229,14 +254,19 @@ async def _serve(
     hosts = config.data.image_hosts
     guard = assemble(app, engine, host=args.host, token=config.token, image_hosts=hosts)
     server = http_server(guard, args.host)
-    server.capture_signals = contextlib.nullcontext  # type: ignore  # our handlers end the engine, too
+    # uvicorn must not handle signals: our handlers end the engine, too.
+    server.capture_signals = contextlib.nullcontext  # type: ignore
     app.state.server = server
+
+    # Generate once, then let clients in.
     await engine.start()
     stopping = asyncio.Event()
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     listen(sock)
     print(f"hocket: ready on {config.own_url} in {time.perf_counter() - start:.1f} s", flush=True)
+
+    # Serve until a signal, the end of the HTTP server, or the loss of the engine.
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     serving.add_done_callback(lambda _: stopping.set())
     try:
@@ -249,12 +279,15 @@ async def _serve(
 
 
 async def _watch(engine: "Engine", stopping: asyncio.Event) -> None:
-    """Return when the server is to stop; raise ApiError once a lost engine's reason has had time to reach all."""
+    """Wait until the server is to stop.
+
+    Raises ApiError where the engine is lost, after time for clients to learn the reason.
+    """
     while not stopping.is_set():
         try:
             engine.require_ready(admits=CURABLE)
         except ApiError:
-            await asyncio.sleep(GRACE_S)  # /health and the requests in flight tell it
+            await asyncio.sleep(GRACE_S)  # /health and the requests in flight report the reason
             raise
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), LOOK_S)
@@ -262,7 +295,8 @@ async def _watch(engine: "Engine", stopping: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _ending_children() -> Iterator[None]:
-    before = psutil.Process().children(recursive=True)  # of a script that serves
+    """Kill, in the end, every child process that the body has started."""
+    before = psutil.Process().children(recursive=True)  # children of a script that calls serve
     try:
         yield
     finally:
@@ -273,7 +307,10 @@ def _ending_children() -> Iterator[None]:
 
 
 def _kill_children(*, spared: Iterable[psutil.Process] = ()) -> None:
-    """Kill all descendants but these and Python's resource tracker, which cleans up and then ends."""
+    """Kill all descendants except `spared` and Python's resource tracker.
+
+    The tracker cleans up and then ends by itself.
+    """
     for child in set(psutil.Process().children(recursive=True)).difference(spared):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):

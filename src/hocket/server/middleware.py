@@ -1,4 +1,8 @@
-"""Guard every route, vLLM's too: token, other sites, bodies; notice a client that leaves."""
+"""Guard every route, vLLM's too.
+
+The guard checks the token, refuses browsers on pages of other sites, and bounds bodies.
+`unless_client_leaves` cancels work whose client has gone.
+"""
 
 import asyncio
 import hashlib
@@ -17,21 +21,23 @@ from hocket.common.tasks import cancel
 from hocket.server.errors import ApiError
 
 MAX_BODY_BYTES = 64 << 20
-BODY_TIMEOUT_S = 60.0
+BODY_TIMEOUT_S = 60.0  # seconds for a whole body to arrive
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
 ADMITTED = "hocket_admitted"
 """Key in the state of a request's scope, once the guard has let it pass."""
 Check = Callable[[bytes], Awaitable[bytes | None]]
-"""(body) -> None, or another body in its place. Raises ApiError for one that no route may see."""
+"""(body) -> None, or a body that replaces it. Raises ApiError for a body that no route may see."""
 
 
 class Guard:
     """Answer, in place of the app, requests that no route may see.
 
-    Without a token it refuses pages of other sites; with one, all but GET of `free` that brings
-    neither the token nor a key of its path. It reads each body before the route does, but that of
-    `free`, and those of PUT: files, which their routes limit.
+    Without a token, the guard refuses pages of other sites. With a token, every request must bring
+    the token or a key of its path, except GET of `free`.
+
+    It reads each body before the route does, within MAX_BODY_BYTES and BODY_TIMEOUT_S. It does not
+    read the bodies of `free` and of PUT: those of PUT are files, which their routes limit.
     """
 
     def __init__(
@@ -44,16 +50,19 @@ class Guard:
     ) -> None:
         self.app = app
         self._free = free
-        # Whether a key other than the token opens a path.
+        # (path, key) -> True if a key other than the token opens the path; a part may replace it.
         self.opens: Callable[[str, bytes], bool] = lambda path, key: False
-        self.checks: list[tuple[re.Pattern[str], Check]] = []  # by path
+        # The checks of bodies, each with the paths that it is for; parts add theirs.
+        self.checks: list[tuple[re.Pattern[str], Check]] = []
         self._hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # the app's life: servers take no websockets
+        # Messages of the app's start and end pass; the servers take no websockets.
+        if scope["type"] != "http":
             return await self.app(scope, receive, send)
         try:
+            # Check who sends the request.
             is_free = (scope["method"], scope["path"]) == ("GET", self._free)
             if self._token is None:
                 self._require_own_page(Headers(scope=scope))
@@ -61,14 +70,15 @@ class Guard:
                 self._require_token(scope["path"], Headers(scope=scope), self._token)
             if is_free:  # its body is never read
                 return await self.app(scope, receive, send)
+
+            # Read and check the body, then give it to the route as if it had just arrived.
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
                 for paths, check in self.checks:
                     if paths.fullmatch(scope["path"]):
                         body = await check(body) or body
-                receive = replay(
-                    {"type": "http.request", "body": body, "more_body": False}, receive
-                )
+                message = {"type": "http.request", "body": body, "more_body": False}
+                receive = replay(message, receive)
             scope.setdefault("state", {})[ADMITTED] = True
             await self.app(scope, receive, send)
         except ClientDisconnect:
@@ -77,7 +87,9 @@ class Guard:
             await error.response()(scope, receive, send)
 
     def _require_token(self, path: str, headers: Headers, token: str) -> None:
-        authorization = ", ".join(headers.getlist("authorization"))  # two are no token
+        """Raise ApiError unless the headers bring the token, or a key that opens the path."""
+        # Two headers, joined like this, are no token.
+        authorization = ", ".join(headers.getlist("authorization"))
         scheme, _, value = authorization.partition(" ")
         key = value.encode("latin-1")
         # Digests have one length, so that the comparison takes the same time for any guess.
@@ -87,7 +99,7 @@ class Guard:
             raise ApiError(401, "unauthorized", "this route needs the server's token", hint)
 
     def _require_own_page(self, headers: Headers) -> None:
-        """Refuse a browser on a page of another site, even one whose name leads to this machine."""
+        """Refuse browsers on pages of other sites, even if a site's name leads to this machine."""
         host = headers.get("host", "")
         origin = headers.get("origin")
         name = re.sub(r":\d*$", "", host.lower())
@@ -121,11 +133,13 @@ def _digest(key: bytes) -> bytes:
 
 
 def replay(message: Message, receive: Receive) -> Receive:
-    """Put one message before those of the connection."""
+    """Make a `receive` that returns `message` first, then the messages of the connection."""
     waiting = [message]
 
     async def replayed() -> Message:
-        return waiting.pop() if waiting else await receive()
+        if waiting:
+            return waiting.pop()
+        return await receive()
 
     return replayed
 
@@ -134,12 +148,14 @@ async def unless_client_leaves(
     request: Request,
     answer: Coroutine[Any, Any, Response],
 ) -> Response:
-    """Return the answer, or cancel the work on it as soon as the client has gone."""
+    """Wait for the answer; cancel the work on it as soon as the client has gone."""
     working = asyncio.create_task(answer)
     leaving = asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        if working.done():
+            return working.result()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         await cancel((working, leaving))
 

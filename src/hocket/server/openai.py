@@ -1,6 +1,7 @@
-"""Guard vLLM's OpenAI-compatible routes: refuse bodies that would hurt, and say where vLLM fails.
+"""Guard vLLM's OpenAI-compatible routes against bodies that take too much memory or time.
 
-vLLM explains each wrong value in ten ways: 1 MiB of them took 6 GB.
+vLLM explains each wrong value in ten ways: 1 MiB of wrong values took 6 GB. This part also answers
+in hocket's form where vLLM's code fails on a value that it did not expect.
 """
 
 import json
@@ -23,14 +24,15 @@ logger = logging.getLogger("hocket")
 
 MAX_BYTES = 16 << 20
 MAX_VALUES = 20_000
-"""Values in one body, prompts apart: texts, numbers, lists and objects of its messages and tools."""
+"""Most values in one body: texts, numbers, lists and objects. Prompts have limits of their own."""
+# The paths of vLLM's routes; an agent's session has them below its own path.
 PATH = re.compile(r"(/sessions/[^/]+)?/v1/.*")
 _TokenIds = Annotated[list[TokenId], FAIL_FAST]
 _Prompts = Annotated[list[str | _TokenIds], pydantic.Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class _Sampled(pydantic.BaseModel):
-    """What decides how much a body of /v1/completions has vLLM do."""
+    """The fields of a body of /v1/completions that decide how much vLLM has to do."""
 
     prompt: str | _TokenIds | _Prompts | None = None
     n: int | None = pydantic.Field(1, le=MAX_SAMPLES)
@@ -38,9 +40,9 @@ class _Sampled(pydantic.BaseModel):
 
 @server_part("openai")
 def install(server: Server) -> None:
-    """Have the guard refuse such bodies and, while the engine is not ready, all requests there."""
-    for failed in (AssertionError, AttributeError, LookupError):
-        server.app.add_exception_handler(failed, _failed)
+    """Have the guard check the bodies, and refuse them all while the engine is not ready."""
+    for error_type in (AssertionError, AttributeError, LookupError):
+        server.app.add_exception_handler(error_type, _failed)
 
     async def check(content: bytes) -> None:
         server.engine.require_ready()
@@ -51,7 +53,10 @@ def install(server: Server) -> None:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answer where Python failed; in vLLM's routes by a value that vLLM did not expect."""
+    """Answer a request on which Python code failed.
+
+    In vLLM's routes the cause is a value that vLLM did not expect, so the client is to blame.
+    """
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     message = f"{type(error).__name__}: {cause_of(error)}"
     if request.url.path.startswith("/v1/"):
@@ -61,13 +66,15 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _check(content: bytes) -> None:
-    """Raise ApiError where vLLM should not see a body; whether it makes sense, vLLM checks."""
+    """Raise ApiError for a body that vLLM should not see. vLLM itself checks the fields' values."""
     if len(content) > MAX_BYTES:
         message = f"the body is larger than {MAX_BYTES >> 20} MiB"
         raise ApiError(413, "body_too_large", message, "send less at a time")
     try:
-        body = pydantic_core.from_json(content)  # refuses half a surrogate pair, and deep nesting
-        json.dumps(body, allow_nan=False)  # 1e999 is infinite, too
+        # This parser also refuses half a surrogate pair, and deep nesting.
+        body = pydantic_core.from_json(content)
+        # Refuse numbers that are not finite; 1e999 is infinite, too.
+        json.dumps(body, allow_nan=False)
     except ValueError as error:
         hint = "send one JSON object, encoded as UTF-8"
         raise ApiError(400, "malformed_json", f"body: {error}", hint) from error
@@ -77,6 +84,7 @@ def _check(content: bytes) -> None:
 
 
 def _check_prompts(body: dict[str, Any]) -> None:
+    """Raise ApiError for prompts in a wrong form, or too many completions of them."""
     try:
         sampled = _Sampled.model_validate(body)
     except pydantic.ValidationError as error:
@@ -84,13 +92,14 @@ def _check_prompts(body: dict[str, Any]) -> None:
         message = f"prompt must be {kinds}, and n at most {MAX_SAMPLES}"
         hint = "token ids are whole numbers from 0; send several requests"
         raise invalid(message, hint) from error
+    # A list holds several prompts, or the token ids of a single one.
     prompts = sampled.prompt if isinstance(sampled.prompt, list) else []
     texts = [prompt for prompt in prompts if not isinstance(prompt, int)]
     check_count((sampled.n or 1) * len(texts))
 
 
 def _check_values(values: list[Any]) -> None:
-    """Raise ApiError for more than MAX_VALUES values, with all that they contain."""
+    """Raise ApiError for more than MAX_VALUES values, with those inside of lists and objects."""
     waiting = list(values)
     count = 0
     while waiting:

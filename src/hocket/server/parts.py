@@ -16,7 +16,7 @@ from hocket.server.errors import parse
 from hocket.server.middleware import Guard
 
 STATUSES = (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)
-"""Those of refusals, which /docs lists for every route."""
+"""The HTTP statuses of refusals, which /docs lists for every route."""
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -24,10 +24,10 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 class Server:
     """The server that a part is installed in."""
 
-    app: FastAPI  # vLLM's, with its OpenAI-compatible routes
+    app: FastAPI  # vLLM's app, with its OpenAI-compatible routes
     engine: Engine
-    guard: Guard  # in front of all routes: the token, and the checks that parts add
-    image_hosts: Collection[str] = ()  # from which URLs of images are fetched
+    guard: Guard  # checks the token in front of all routes; parts add their checks of bodies
+    image_hosts: Collection[str] = ()  # the hosts from which images are fetched by URL
 
 
 PARTS: Registry[Callable[[Server], None]] = Registry(
@@ -44,7 +44,7 @@ PARTS: Registry[Callable[[Server], None]] = Registry(
 server_part = PARTS.register
 """Decorator of a function that installs a part in the server, before it takes requests.
 
-Example: a file under `server.plugins` that says what is served.
+Example: a file under `server.plugins` whose route tells which model is served.
 
     @server_part("served")
     def install(server: Server) -> None:
@@ -55,15 +55,18 @@ Example: a file under `server.plugins` that says what is served.
 
 
 class _Route(APIRoute):
-    """Read bodies as JSON whatever Content-Type says (`curl -d`); refuse wrong ones in our form."""
+    """A route that reads bodies as JSON whatever their Content-Type (`curl -d` sends another).
+
+    Wrong bodies are refused in hocket's form.
+    """
 
     def get_route_handler(self) -> Handler:
         if self.body_field is None:
             return super().get_route_handler()
-        message: Any = self.body_field.field_info.annotation
+        message_type: Any = self.body_field.field_info.annotation
 
         async def handled(request: Request) -> Response:
-            body = await run_in_thread(parse, message, await request.body())
+            body = await run_in_thread(parse, message_type, await request.body())
             answer = await self.endpoint(body)
             return Response(answer.model_dump_json(), media_type="application/json")
 

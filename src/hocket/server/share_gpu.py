@@ -10,11 +10,12 @@ from hocket.server.parts import Server, router, server_part
 from hocket.server.state import RESTART
 
 PARTS = ("weights", "kv_cache")
-"""What leaves the GPU, in the order in which it comes back."""
+"""vLLM's names of the parts that leave the GPU, in the order in which they come back."""
 
 
 @server_part("share_gpu")
 def install(server: Server) -> None:
+    """Add the route /sleep, and have reloads wake an engine that shares its GPU."""
     sleeper = Sleeper(server.engine)
     if server.engine.share_gpu:
         server.engine.share(sleeper)
@@ -28,52 +29,61 @@ class Sleeper:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._here = len(PARTS)  # how many of PARTS are on the GPU
+        self._num_on_gpu = len(PARTS)  # how many of PARTS are on the GPU, from the first
 
     async def sleep(self, request: protocol.SleepRequest) -> protocol.Health:
-        """Take weights and KV cache off the GPU."""
+        """Take weights and KV cache off the GPU.
+
+        At level 1 the weights wait in the CPU's memory; at level 2 they are thrown away. Raises
+        ApiError where this engine does not share its GPU, or is lost.
+        """
         engine = self._engine
         async with engine.lock:
             engine.holder.hear(request.trainer)
             engine.require_alive()
             if not engine.share_gpu:
+                message = "this server was not started to share its GPU"
                 hint = "start server and trainer with launch.share_gpu=true"
-                raise ApiError(
-                    409, "no_sleep_mode", "this server was not started to share its GPU", hint
-                )
+                raise ApiError(409, "no_sleep_mode", message, hint)
             if not engine.is_asleep:
                 await engine.pause(request.in_flight)
-            if self._here > 0:
-                self._here = 0
+            if self._num_on_gpu > 0:
+                self._num_on_gpu = 0
                 engine.fall_asleep()
-                # Nothing runs any more; any other mode than keep would end paused requests.
+                # Generation is paused. Any mode but keep would end the paused requests.
                 await self._move(engine.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
                     engine.drop_weights()
         return engine.health()
 
     async def rise(self) -> bool:
+        """Bring the weights back, for a version to be loaded. Returns True if it was asleep."""
         was_asleep = self._engine.is_asleep
         await self._bring_back(1)
         return was_asleep
 
     async def wake(self) -> None:
+        """Bring back the KV cache, too, and generate again."""
         await self._bring_back(len(PARTS))
 
-    async def _bring_back(self, here: int) -> None:
-        """Bring back the first `here` parts; generation goes on with the last of all."""
-        away = PARTS[self._here : here]
-        if away:
-            await self._move(self._engine.llm.wake_up(tags=list(away)))
-            self._here = here
-        if self._here == len(PARTS):
+    async def _bring_back(self, num_parts: int) -> None:
+        """Bring back the first `num_parts` parts; with all of them, generation goes on."""
+        missing = PARTS[self._num_on_gpu : num_parts]
+        if missing:
+            await self._move(self._engine.llm.wake_up(tags=list(missing)))
+            self._num_on_gpu = num_parts
+        if self._num_on_gpu == len(PARTS):
             self._engine.wake()
 
     async def _move(self, moving: Awaitable[None]) -> None:
-        """Wait for the engine to move; after a failure nothing is known of its memory."""
+        """Wait until memory has moved. Raises ApiError.
+
+        After a failure the state of the engine's memory is unknown, so all requests fail.
+        """
         try:
             await self._engine.in_time(moving)
         except Exception as error:
             message = f"the engine could not leave the GPU, or come back to it: {cause_of(error)}"
-            hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
+            cause = "is anything else on this GPU, or server.gpu_memory_utilization too high?"
+            hint = f"{cause} {RESTART}"
             raise await self._engine.fail_all(500, "sleep_failed", message, hint) from error

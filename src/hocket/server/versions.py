@@ -19,21 +19,27 @@ from hocket.server.errors import ApiError, invalid, parse
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 OVERHEAD_BYTES = 64 << 20
-"""Most bytes of a version's manifest and headers."""
+"""The largest size of a version's manifest and headers together."""
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
 
 
 def max_bytes(expected: ModelShapes) -> int:
+    """Bound the size of a version: all tensors in float32, and its manifest and headers."""
     return 4 * sum(map(math.prod, expected.shapes.values())) + OVERHEAD_BYTES
 
 
 def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) -> ModelShapes:
-    """Return an adapter's tensors: A [r, in] and B [out, r] of every layer that it names."""
+    """List an adapter's tensors: A [r, in] and B [out, r] of every layer that it names.
+
+    Raises ApiError for a rank above the engine's.
+    """
     if adapter.r > max_rank:
-        hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
-        raise ApiError(
-            409, "rank_too_high", f"the engine takes adapters up to rank {max_rank}", hint
+        message = f"the engine takes adapters up to rank {max_rank}"
+        hint = (
+            "start the server with the trainer's section model.lora, or "
+            f"model.lora.rank={adapter.r}"
         )
+        raise ApiError(409, "rank_too_high", message, hint)
     targets = "|".join(map(re.escape, adapter.target_modules))
     matrix = re.compile(rf"((.*\.)?({targets}))\.weight")
     shapes = {}
@@ -46,16 +52,16 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) ->
 
 
 def find(root: Path, name: str) -> Path:
-    """Return the complete version `name` under `root`. Raises ApiError."""
+    """Find the folder of the complete version `name` under `root`. Raises ApiError."""
     hint = "start server and trainer with the same sync.root; source.name is relative to it"
     try:
         folder = (root / name).resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ApiError(
-            404, "no_such_version", f"there is no {name!r} under {root}", hint
-        ) from error
+        message = f"there is no {name!r} under {root}"
+        raise ApiError(404, "no_such_version", message, hint) from error
     if not folder.is_relative_to(root):
         raise invalid(f"source.name: {name!r} leads out of the root", hint, code="bad_name")
+    # The writer adds the marker last.
     if not (folder / manifest.COMPLETE_FILE).is_file():
         message = f"{name!r} has no {manifest.COMPLETE_FILE} marker: it is not finished"
         raise ApiError(409, "incomplete_version", message, REPUBLISH)
@@ -63,25 +69,29 @@ def find(root: Path, name: str) -> Path:
 
 
 def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
-    """Return a version's folder, manifest and, of an adapter, the config. Raises ApiError."""
+    """Read the version `name` under `root`, except its tensors. Raises ApiError.
+
+    Returns its folder, its manifest and, if it is an adapter, the adapter's config.
+    """
     folder = find(root, name)
     return folder, _parsed(Manifest, folder / manifest.MANIFEST_FILE), read_adapter(folder)
 
 
 def read_adapter(folder: Path) -> AdapterConfig | None:
+    """Read the config of the adapter in a folder; None where it holds a whole model."""
     path = folder / manifest.ADAPTER_FILE
     return _parsed(AdapterConfig, path) if path.is_file() else None
 
 
-def _parsed(message: type[M], path: Path) -> M:
+def _parsed(message_type: type[M], path: Path) -> M:
     try:
-        return parse(message, path.read_bytes())
+        return parse(message_type, path.read_bytes())
     except (OSError, ApiError) as error:
         raise refused(f"can't read {path.name}: {error}") from error
 
 
 def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> None:
-    """Raise ApiError unless the manifest is of this version and of the model's tensors."""
+    """Raise ApiError unless a manifest describes this version and the model's tensors."""
     if described.version != version:
         raise refused(f"the manifest is of version {described.version}, not {version}")
     if manifest.total_checksum(described.tensors) != described.checksum:
@@ -92,14 +102,19 @@ def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> 
 def check_buckets(
     buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes, *, partial: bool = False
 ) -> None:
-    """Raise ApiError unless what is to come are the model's tensors, or some of them, each once."""
-    items = list(itertools.chain(*buckets))
-    # Tied tensors count as different: only one is to come.
-    tensors = {
-        item.name: TensorSpec(dtype=item.dtype, shape=item.shape, checksum=item.name)
-        for item in items
-    }
-    if len(tensors) < len(items):
+    """Raise ApiError unless the announced buckets hold each of the model's tensors once.
+
+    With `partial` they may hold some of the tensors only.
+    """
+    layouts = list(itertools.chain.from_iterable(buckets))
+    # The checksums are not known yet. Names in their place make tied tensors count as different,
+    # so that only one of them may come.
+    tensors = dict[str, TensorSpec]()
+    for layout in layouts:
+        tensors[layout.name] = TensorSpec(
+            dtype=layout.dtype, shape=layout.shape, checksum=layout.name
+        )
+    if len(tensors) < len(layouts):
         raise refused("a tensor is named twice")
     if partial:
         shapes = {name: shape for name, shape in expected.shapes.items() if name in tensors}
@@ -108,61 +123,66 @@ def check_buckets(
 
 
 def _check_tensors(tensors: Mapping[str, TensorSpec], expected: ModelShapes) -> None:
-    """Raise ApiError unless these are the model's tensors, and tied ones the same."""
+    """Raise ApiError unless these are the model's tensors, and tied ones are equal."""
     for name, source in expected.tied.items():
         if {name, source} <= tensors.keys() and tensors[name].checksum != tensors[source].checksum:
-            raise refused(
+            message = (
                 f"the model ties {name!r} to {source!r}: leave it out, or let both be the same"
             )
+            raise refused(message)
+    # A tied tensor may be left out, as the model has its values under another name.
     left_out = expected.tied.keys() - tensors.keys()
-    wanted = {name: shape for name, shape in expected.shapes.items() if name not in left_out}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    _require_equal(found, "the version", wanted, "the model")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    model_shapes = {name: shape for name, shape in expected.shapes.items() if name not in left_out}
+    _require_equal(shapes, "the version", model_shapes, "the model")
 
 
 def check_headers(folder: Path, described: Manifest) -> None:
-    """Raise ApiError unless the files' headers have the manifest's tensors, each once.
+    """Raise ApiError unless the files' headers list the manifest's tensors, each once.
 
-    A wrong byte shows as it goes into the model.
+    The data is not read here. A wrong byte in it shows in the checksum as it goes into the model.
     """
     from safetensors import SafetensorError
 
-    announced = {
-        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in described.tensors.items()
-    }
-    found = dict[str, tuple[str, tuple[int, ...]]]()
+    announced = dict[str, tuple[str, tuple[int, ...]]]()
+    for name, spec in described.tensors.items():
+        announced[name] = spec.dtype, tuple(spec.shape)
+    stored = dict[str, tuple[str, tuple[int, ...]]]()
     try:
-        for name, tensor in manifest.tensors(folder):  # whose data is not read
-            if name in found:
+        for name, tensor in manifest.tensors(folder):
+            if name in stored:
                 raise refused(f"the files hold tensor {name!r} twice")
-            found[name] = manifest.dtype_name(tensor.dtype), tuple(tensor.shape)
+            stored[name] = manifest.dtype_name(tensor.dtype), tuple(tensor.shape)
     except (OSError, SafetensorError) as error:
         raise refused(f"can't read the safetensors files: {error}") from error
-    _require_equal(found, "the files", announced, "the manifest")
+    _require_equal(stored, "the files", announced, "the manifest")
 
 
 def _require_equal(
-    found: Mapping[str, Any], of: str, wanted: Mapping[str, Any], owner: str
+    actual: Mapping[str, Any], actual_place: str, expected: Mapping[str, Any], expected_place: str
 ) -> None:
-    """Raise ApiError for the first tensor of which they differ."""
-    for name in [*found, *wanted]:
-        here = found.get(name, "missing")
-        there = wanted.get(name, "missing")
-        if here != there:
-            raise refused(f"tensor {name!r} is {here} in {of}, {there} in {owner}")
+    """Raise ApiError for the first tensor that differs; each place is named in the message."""
+    for name in list(actual) + list(expected):
+        actual_value = actual.get(name, "missing")
+        expected_value = expected.get(name, "missing")
+        if actual_value != expected_value:
+            places = f"{actual_value} in {actual_place}, {expected_value} in {expected_place}"
+            raise refused(f"tensor {name!r} is {places}")
 
 
 def temporary_prefix() -> str:
+    """Begin the name of a temporary folder; `remove_leftovers` reads the process's id from it."""
     return f"hocket-weights-{os.getpid()}-"
 
 
-def remove_left() -> None:
+def remove_leftovers() -> None:
     """Remove the temporary folders of servers that were killed."""
-    for left in Path(tempfile.gettempdir()).glob("hocket-weights-*-*"):
-        pid = left.name.split("-")[2]
+    for folder in Path(tempfile.gettempdir()).glob("hocket-weights-*-*"):
+        pid = folder.name.split("-")[2]
         if pid.isdecimal() and not Path("/proc", pid).exists():
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def refused(reason: str) -> ApiError:
+    """Make the error of a version that the server does not load."""
     return ApiError(409, "bad_version", reason, REPUBLISH)

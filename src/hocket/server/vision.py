@@ -1,4 +1,7 @@
-"""Take images from requests to vLLM: each is checked, and preprocessed once for all completions of its prompt."""
+"""Pass the images of requests to vLLM: each is checked, and preprocessed once per prompt.
+
+All completions of a prompt share what vLLM's preprocessing makes of its images.
+"""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -16,23 +19,20 @@ from hocket.server.openai import PATH
 from hocket.server.parts import Server, server_part
 from hocket.types import Image
 
-CARRIED: ContextVar[Sequence[bytes]] = ContextVar(
-    "images", default=()
-)  # by the request being served
-TEXTS = [
-    "text",
-    "input_text",
-    "output_text",
-    "refusal",
-    "thinking",
-    "tool_reference",
-]  # vLLM's types of parts
-OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")  # of vLLM: other pixels than a trainer makes
+REQUEST_IMAGES: ContextVar[Sequence[bytes]] = ContextVar("images", default=())
+"""The image files in the chat request that is being served."""
+TEXT_TYPES = ["text", "input_text", "output_text", "refusal", "thinking", "tool_reference"]
+"""vLLM's types of parts of a message that hold text."""
+PIXEL_OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")
+"""vLLM's options that give the model other pixels than a trainer would."""
 _PART = pydantic.TypeAdapter(ImagePart)
 
 
-class Eyes:
-    """Opens images, and finds their places in prompts; a model that takes none refuses them."""
+class ImageReader:
+    """Reads the images of requests, and finds their places in prompts.
+
+    It refuses images for a model that takes none, whose `placeholder` is None.
+    """
 
     def __init__(self, llm: Any, placeholder: Any, hosts: Collection[str]) -> None:
         self._llm = llm
@@ -40,115 +40,144 @@ class Eyes:
         self.placeholder = placeholder
 
     def expand(self, token_ids: list[int], images: Sequence[str], where: str) -> Any:
-        """Return vLLM's prompt of token ids with one placeholder for each image. Raises ApiError."""
+        """Make vLLM's prompt from token ids with one placeholder for each image. Raises ApiError.
+
+        vLLM puts in the other tokens of each image. `where` names the prompt in error messages.
+        """
         opened = [image for _, image in self.opened(images, where)]
-        if (count := token_ids.count(self.placeholder)) != len(images):
-            message = (
-                f"{where}: {count} placeholders (token {self.placeholder}) for {len(images)} images"
+        count = token_ids.count(self.placeholder)
+        if count != len(images):
+            placeholders = f"{count} placeholders (token {self.placeholder})"
+            message = f"{where}: {placeholders} for {len(images)} images"
+            hint = (
+                "send one placeholder for each image: the engine puts in the other tokens, also "
+                "where they are there"
             )
-            hint = "send one placeholder for each image: the engine puts in the other tokens, also where they are there"
             raise invalid(message, hint, code="wrong_placeholders")
         try:
             return vllm_requests.image_prompt(self._llm, token_ids, opened)
         except ValueError as error:
-            raise invalid(
-                f"{where}: {error}", "send other images", code="refused_by_engine"
-            ) from error
+            message = f"{where}: {error}"
+            raise invalid(message, "send other images", code="refused_by_engine") from error
 
     def places(self, prompt: Any) -> tuple[Image, ...]:
-        """Return the images of vLLM's prompt, of the request that is served. Raises ApiError."""
+        """List the images of the request that is being served, with their places in vLLM's prompt.
+
+        Raises ApiError where the prompt has the placeholder of an image without an image.
+        """
         ids = prompt["prompt_token_ids"]
         spans = prompt.get("mm_placeholders", {}).get("image", ())
-        seen = sum(
-            ids[span.offset : span.offset + span.length].count(self.placeholder) for span in spans
-        )
-        if ids.count(self.placeholder) > seen:  # a trainer would take it for an image
+
+        # A trainer would take a placeholder outside the images' spans for a further image.
+        num_inside = 0
+        for span in spans:
+            num_inside += ids[span.offset : span.offset + span.length].count(self.placeholder)
+        if ids.count(self.placeholder) > num_inside:
             message = (
                 f"token {self.placeholder} stands for an image, and the prompt has it without one"
             )
             raise invalid(message, "leave its word out of texts", code="wrong_placeholders")
-        return tuple(
-            Image(
+
+        images = list[Image]()
+        for data, span in zip(REQUEST_IMAGES.get(), spans, strict=True):
+            image = Image(
                 file=data,
                 name=file_name(data),
                 start=span.offset,
                 length=span.length,
                 placeholder=self.placeholder,
             )
-            for data, span in zip(CARRIED.get(), spans, strict=True)
-        )
+            images.append(image)
+        return tuple(images)
 
     def opened(self, texts: Sequence[str], where: str) -> list[tuple[bytes, Any]]:
-        """Return the files of a prompt and what is in them. Raises ApiError."""
+        """Open the images of a prompt, from URLs or base64. Raises ApiError.
+
+        Returns the file and the decoded image of each. The files are checked as soon as they come,
+        so that many large ones are refused before the memory is full.
+        """
         if self.placeholder is None:
             message = f"{where}: this model takes no images"
-            raise invalid(
-                message, "leave them out, or serve a vision-language model", code="no_images"
-            )
-        found = list[tuple[bytes, Any]]()
+            hint = "leave them out, or serve a vision-language model"
+            raise invalid(message, hint, code="no_images")
+        images = list[tuple[bytes, Any]]()
         for number, text in enumerate(texts):
             try:
                 is_url = "://" in text[:16]
                 data = fetched(text, self._hosts, "data.image_hosts") if is_url else from_text(text)
-                found.append((data, decoded(data)))
-                check_all([data for data, _ in found])
+                images.append((data, decoded(data)))
+                check_all([file for file, _ in images])
             except ValueError as error:
+                message = f"{where}: number {number} of its images: {error}"
                 hint = "an image is a PNG, JPEG or WebP file in base64, or such a data URL"
-                raise ApiError(
-                    400, "bad_image", f"{where}: number {number} of its images: {error}", hint
-                ) from error
-        return found
+                raise ApiError(400, "bad_image", message, hint) from error
+        return images
 
 
 @server_part("images")
 def install(server: Server) -> None:
-    """Have the sampler take images, and the guard check those on their way to vLLM's routes."""
+    """Have the sampler take images, and the guard check images on their way to vLLM's routes."""
     engine = server.engine
     placeholder = engine.sampler.placeholder
-    engine.sampler.eyes = eyes = Eyes(engine.llm, placeholder, server.image_hosts)
-    engine.llm.stops = (
-        [] if placeholder is None else [placeholder]
-    )  # read again, it would be taken for an image
+    image_reader = ImageReader(engine.llm, placeholder, server.image_hosts)
+    engine.sampler.image_reader = image_reader
+    # A model must not write the placeholder: in the next prompt it would be taken for an image.
+    engine.llm.stops = [] if placeholder is None else [placeholder]
 
     async def check(content: bytes) -> bytes | None:
         if not content:
             return None
-        files, content = await run_in_thread(_checked, eyes, content)
-        CARRIED.set(files)
+        files, content = await run_in_thread(_checked, image_reader, content)
+        REQUEST_IMAGES.set(files)
         return content
 
     server.guard.checks.append((PATH, check))
 
 
-def _checked(eyes: Eyes, content: bytes) -> tuple[list[bytes], bytes]:
-    """Return the files in a body, and the body with them in the place of URLs: vLLM loads none. Raises ApiError."""
+def _checked(image_reader: ImageReader, content: bytes) -> tuple[list[bytes], bytes]:
+    """Check the images in the body of a chat request. Raises ApiError.
+
+    Returns the image files, and the body with the files in place of their URLs, so that vLLM loads
+    nothing from the network.
+    """
     body = json.loads(content)
-    found = list(_images(body))
-    if not found:
+    image_urls = list(_image_urls(body))
+    if not image_urls:
         return [], content
-    files = [data for data, _ in eyes.opened([one["url"] for one in found], "messages")]
-    if wrong := [name for name in OPTIONS if body.get(name)]:
-        raise invalid(f"{', '.join(wrong)}: a trainer would see other pixels", "leave it out")
-    for one, data in zip(found, files, strict=True):
-        one["url"] = data_url(data)
+    opened = image_reader.opened([image_url["url"] for image_url in image_urls], "messages")
+    files = [data for data, _ in opened]
+    refused_options = [name for name in PIXEL_OPTIONS if body.get(name)]
+    if refused_options:
+        message = f"{', '.join(refused_options)}: a trainer would see other pixels"
+        raise invalid(message, "leave it out")
+    for image_url, data in zip(image_urls, files, strict=True):
+        image_url["url"] = data_url(data)
     return files, json.dumps(body).encode()
 
 
-def _images(body: Any) -> Iterator[dict[str, Any]]:
-    """Yield the image_url of each image in a chat. Raises ApiError for media that are not checked."""
+def _image_urls(body: Any) -> Iterator[dict[str, Any]]:
+    """Yield the field image_url of each image in a chat. Raises ApiError for unchecked media."""
     for message in _items(body, "messages"):
         for part in _items(message, "content"):
-            if not isinstance(part, dict) or (part.get("type") in TEXTS and "uuid" not in part):
+            if not isinstance(part, dict):
+                continue
+            # A text is no medium. A uuid would have vLLM take an image from its cache.
+            if part.get("type") in TEXT_TYPES and "uuid" not in part:
                 continue
             try:
                 _PART.validate_python(part)
             except pydantic.ValidationError as error:
-                wrong = f"messages: a part of type {part.get('type')!r:.60} is neither text nor an image"
-                hint = 'an image is {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}, no more'
-                raise invalid(wrong, hint) from error
+                kind = f"{part.get('type')!r:.60}"
+                message_text = f"messages: a part of type {kind} is neither text nor an image"
+                hint = (
+                    'an image is {"type": "image_url", "image_url": {"url": '
+                    '"data:image/png;base64,..."}}, no more'
+                )
+                raise invalid(message_text, hint) from error
             yield part["image_url"]
 
 
-def _items(holder: Any, key: str) -> list[Any]:
-    value = holder.get(key) if isinstance(holder, dict) else None
+def _items(container: Any, key: str) -> list[Any]:
+    """Read the list under a key; empty where there is no such list. vLLM checks the structure."""
+    value = container.get(key) if isinstance(container, dict) else None
     return value if isinstance(value, list) else []

@@ -1,7 +1,7 @@
-"""Run vLLM 0.32's engine, by its private names too.
+"""Run vLLM 0.32's engine and its OpenAI-compatible app. This module uses vLLM's private names, too.
 
-Its arguments are in vllm_arguments.py, requests in vllm_requests.py, and vllm_weights.py changes
-weights.
+vllm_arguments.py makes the engine's arguments, vllm_requests.py its requests, and vllm_weights.py
+changes its weights.
 """
 
 import asyncio
@@ -37,25 +37,28 @@ logger = logging.getLogger("hocket")
 
 ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
 ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
-"""The routes of vLLM that are served; others can abort anybody's requests, for one."""
-ABORT_TIMEOUT_S = 2.0
-LOOK_S = 1.0  # between looks at whether the engine lives
+"""The routes of vLLM that are served. Others are dangerous: one aborts anybody's requests."""
+ABORT_TIMEOUT_S = 2.0  # seconds for vLLM to end all requests
+LOOK_S = 1.0  # seconds between two looks at whether the engine lives
 SLOTS = 4
-"""Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
+"""Requests in the engine per sequence that it decodes at once; further ones wait in the server."""
 Generate = Callable[[Any, str], AsyncGenerator[Any, None]]
 """(vLLM's SamplingParams, id of the request) -> vLLM's RequestOutputs."""
 Sample = Callable[[Generate, Any, Any, str], AsyncGenerator[Any, None]]
-"""(how to ask, vLLM's prompt, parameters and id of a request) -> what its caller gets."""
+"""(generate, vLLM's prompt, parameters and id of a request) -> the outputs for its caller."""
 SAMPLE: ContextVar[Sample | None] = ContextVar("sample", default=None)
-"""What samples for the request being served; None: the engine, as it is asked."""
+"""The function that samples for the request being served; None: the engine, as requested."""
 
 
-# Else Python searches vLLM and torch for garbage once more at its end, for seconds.
+# Otherwise Python searches vLLM and torch for garbage once more at its end, for seconds.
 atexit.register(gc.freeze)
 
 
 def _shown(record: logging.LogRecord) -> bool:
-    """Decide whether to show a log record of vLLM: what ends an engine is in `last_words`."""
+    """Hide log records with a traceback: `last_words` has the error that ends an engine.
+
+    The environment variable HOCKET_TRACEBACK shows them.
+    """
     return record.exc_info is None or TRACEBACK in os.environ
 
 
@@ -63,7 +66,10 @@ logging.getLogger("vllm.v1.engine.async_llm").addFilter(_shown)
 
 
 def die_with_parent_process() -> None:
-    """Kill this child as soon as its parent is gone: vLLM's own would outlive it and keep its memory."""
+    """Have the kernel kill this child as soon as its parent is gone.
+
+    Without it vLLM's processes would outlive the server, and keep its memory.
+    """
     parent: Any = multiprocessing.parent_process()
     if parent is not None:
         die_with_parent(parent.pid, signal.SIGKILL)
@@ -74,28 +80,30 @@ def allow_amx() -> None:
     import torch
 
     if not torch.cpu._init_amx():
-        torch.cpu._is_amx_tile_supported = lambda: False  # where vLLM asks
+        # The kernel refused. vLLM calls this function to see whether there is AMX.
+        torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def start_engine(args: Namespace) -> Any:
     """Start an engine, which loads the model. Returns its AsyncLLM.
 
-    Call it outside an event loop, where a signal can interrupt it. If the engine can hold an adapter,
-    every request uses one: call `drop_adapter` before the first request.
+    Call it outside an event loop, where a signal can interrupt it. If the engine can hold an
+    adapter, every request uses one: call `drop_adapter` before the first request.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.core import EngineCoreProc
 
-    import hocket.server.vllm_text  # noqa: F401 - vLLM's own routes make text as it does
+    # The import alone replaces the class that makes the text of vLLM's routes.
+    import hocket.server.vllm_text  # noqa: F401
 
     # Without the usage, vLLM takes a quarter of the batched tokens on an H100.
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
-        UsageContext.OPENAI_API_SERVER
-    )
+    usage = UsageContext.OPENAI_API_SERVER
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
-    # On a CPU the engine is a fork: a new process would import all of vLLM again, half of the start.
+    # On a CPU the engine is a fork. A new process would import all of vLLM again, which takes half
+    # of the start.
     if is_cpu_build():
         vllm.v1.engine.utils.get_mp_context = Forks
     # The engine's process runs our function, which calls vLLM's. A forked child inherits both; in
@@ -119,11 +127,14 @@ class ForkedEngine(ForkProcess):
     """
 
     def start(self) -> None:
+        """Fork the engine, then import vLLM's app in a thread of this process."""
         super().start()
         threading.Thread(target=_import_app).start()
 
 
 class Forks(ForkContext):
+    """A context of multiprocessing whose processes are forked engines."""
+
     Process = ForkedEngine
 
 
@@ -133,10 +144,10 @@ def _import_app() -> None:
 
 
 def _admitting_llm(num_slots: int) -> Any:
-    """Make a class of AsyncLLM that admits at most `num_slots` requests at once; others wait.
+    """Make a subclass of AsyncLLM that admits at most `num_slots` requests at once; others wait.
 
-    Requests of vLLM's own routes come this way, too. Each first calls `require_ready`, which may
-    raise. `in_flight` counts the requests that have a slot.
+    Requests of vLLM's own routes are admitted here, too. Each first calls `require_ready`, which
+    may raise. `in_flight` counts the requests that have a slot.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -144,33 +155,41 @@ def _admitting_llm(num_slots: int) -> Any:
     slots = asyncio.Semaphore(num_slots)
 
     class AdmittingLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
+        """vLLM's engine, with slots for requests."""
+
         require_ready: Callable[[], None] = staticmethod(lambda: None)
         ends: Sequence[int] = ()  # tokens that end an answer, some of which vLLM does not know
-        stops: Sequence[int] = ()  # those that end it even where a request ignores ends
+        stops: Sequence[int] = ()  # tokens that end it even where a request ignores ends
+        # The file to which the engine's process writes the error that ends it.
         last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
 
         def generate(
             self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
         ) -> Any:
+            """Yield the outputs of a request, whose tokens are sampled as SAMPLE says."""
             # If the engine can hold an adapter it always has one, if only of zeros.
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")
-            generate = super().generate
+            vllm_generate = super().generate
 
-            def ask(params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+            def generate_admitted(params: Any, request_id: str) -> AsyncGenerator[Any, None]:
                 self.require_ready()
-                ends = self.stops if params.ignore_eos else [*self.ends, *self.stops]
-                params.stop_token_ids = [*(params.stop_token_ids or ()), *ends]
-                return self.admitted(generate(prompt, params, request_id, **kwargs))
+                stop_token_ids = list(params.stop_token_ids or ())
+                if not params.ignore_eos:
+                    stop_token_ids.extend(self.ends)
+                stop_token_ids.extend(self.stops)
+                params.stop_token_ids = stop_token_ids
+                return self.admitted(vllm_generate(prompt, params, request_id, **kwargs))
 
-            # An agent's session samples its own way, and asks as often as it wants.
+            # An agent's session samples in its own way, with as many requests as it wants.
             sample = SAMPLE.get()
             if sample is None:
-                return ask(sampling_params, request_id)
-            return sample(ask, prompt, sampling_params, request_id)
+                return generate_admitted(sampling_params, request_id)
+            return sample(generate_admitted, prompt, sampling_params, request_id)
 
         async def admitted(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+            """Yield the outputs of a request once it has a slot. Raises ApiError."""
             async with contextlib.aclosing(outputs), slots:
                 self.require_ready()
                 self.in_flight += 1
@@ -187,65 +206,69 @@ def _admitting_llm(num_slots: int) -> Any:
 
 
 def _failure(error: Exception) -> ApiError:
-    """Make the error of a request that vLLM could not begin; vLLM's own has no message."""
+    """Make the error of a request that vLLM could not begin. vLLM's own error has no message."""
     cause = error.__cause__ or error
     logger.error("vLLM could not begin a request", exc_info=cause)
     if isinstance(cause, ImportError):
-        hint = "leave out what asks for it, structured outputs for one, or install it in the server's environment"
-        return ApiError(
-            422, "not_installed", f"this server lacks a package for this request: {cause}", hint
+        message = f"this server lacks a package for this request: {cause}"
+        hint = (
+            "leave out what asks for it, structured outputs for one, or install it in the "
+            "server's environment"
         )
-    return ApiError(
-        500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more"
-    )
+        return ApiError(422, "not_installed", message, hint)
+    message = f"{type(cause).__name__}: {cause}"
+    return ApiError(500, "generation_failed", message, "the server's log says more")
 
 
 def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Bound vLLM's plan of the KV cache to the blocks that requests can fill, unless a size is set.
+    """Wrap vLLM's plan of the KV cache: it has only the blocks that requests can fill.
 
-    A large GPU holds millions of a tiny model's blocks, and vLLM walks through all of them with each
-    weight version.
+    A cache whose size is set stays as it is. A large GPU holds millions of a tiny model's blocks,
+    and vLLM walks through all of them with each weight version.
     """
 
     def bounded_plan(config: Any, specs: Any, memory: Any) -> list[Any]:
         planned = plan(config, specs, memory)
         cache = config.cache_config
         length = config.model_config.max_model_len
-        each = sum(
-            math.ceil(length / group.kv_cache_spec.block_size)
-            for group in planned[0].kv_cache_groups
-        )
-        most = (
-            1 + SLOTS * config.scheduler_config.max_num_seqs * each
-        )  # vLLM keeps one block for itself
-        if (
-            cache.kv_cache_memory_bytes
-            or cache.num_gpu_blocks_override
-            or planned[0].num_blocks <= most
-        ):
+        if cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override:
             return planned
-        cache.num_gpu_blocks_override = most
+
+        # Count the blocks of a sequence of full length, then those of all requests with a slot.
+        blocks_per_request = 0
+        for group in planned[0].kv_cache_groups:
+            blocks_per_request += math.ceil(length / group.kv_cache_spec.block_size)
+        num_requests = SLOTS * config.scheduler_config.max_num_seqs
+        most_blocks = 1 + num_requests * blocks_per_request  # vLLM keeps one block for itself
+        if planned[0].num_blocks <= most_blocks:
+            return planned
+        cache.num_gpu_blocks_override = most_blocks
         return plan(config, specs, memory)
 
     return bounded_plan
 
 
 def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
-    """Run the engine in this process, which ends with the server; write the error that ends it to a file."""
+    """Run the engine in this process, which ends with the server.
+
+    An error that ends the engine is written to the file `last_words`.
+    """
     from vllm.v1.engine import core
     from vllm.v1.engine.core import EngineCoreProc
 
     def keep(record: logging.LogRecord) -> bool:
-        if record.exc_info and str(record.msg).startswith(
-            "EngineCore"
-        ):  # vLLM tells the server only after this
+        # vLLM logs the error first, and then tells the server that the engine has ended: the file
+        # is complete when the server looks.
+        if record.exc_info and str(record.msg).startswith("EngineCore"):
             words = f"{cause_of(record.exc_info[1])}\n\n{traceback.format_exc()}"
             last_words.write_text(words, encoding="utf-8")
         return _shown(record)
 
     logging.getLogger("vllm.v1.engine.core").addFilter(keep)
     core.get_kv_cache_configs = bounded(core.get_kv_cache_configs)
-    # A search for garbage would copy the memory that a fork shares.
+
+    # A garbage collection writes to the objects that it looks at, and would so copy the memory that
+    # a fork shares with its parent: have it skip all that exist by now.
     gc.freeze()
     gc.enable()
     die_with_parent_process()
@@ -253,16 +276,19 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     # A terminal's Ctrl-C is for the server, which ends this process after its requests.
     os.setpgid(0, 0)
     try:
-        # vLLM's own function: under its own name where this process is no fork.
-        getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(
-            *args, **kwargs
-        )
-    except Exception:  # noqa: BLE001 - the server says it
+        # start_engine has kept vLLM's function under another name. A process that is no fork has
+        # vLLM's class as it was, with the function in its place.
+        run_core = getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)
+        run_core(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - the server reports it, from last_words
         sys.exit(1)
 
 
 def last_words(llm: Any) -> str:
-    """Name the error that ended the engine and the place of its traceback; "" if it runs, or was killed."""
+    """Name the error that ended the engine, and the file with its traceback.
+
+    Returns "" for an engine that runs, or that was killed.
+    """
     path: Path = llm.last_words
     if not path.exists():
         return ""
@@ -271,7 +297,7 @@ def last_words(llm: Any) -> str:
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Make vLLM's OpenAI-compatible app on the engine, with the ROUTES alone."""
+    """Make vLLM's OpenAI-compatible app on the engine, with no routes but ROUTES."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     args = app_arguments(args)
@@ -282,17 +308,20 @@ async def openai_app(llm: Any, args: Namespace) -> Any:
 
 
 def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
+    """Make vLLM's app with the ROUTES, before there is an engine to answer its requests."""
     from vllm.entrypoints.launchers.app import build_app
 
     app = build_app(args, tasks, model_config)
-    app.router.routes[:] = [
-        route for route in app.router.routes if getattr(route, "path", None) in ROUTES
-    ]
+    routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    app.router.routes[:] = routes
     return app
 
 
 def load() -> dict[str, Any]:
-    """Read vLLM's gauges, as fields of Health; {} before there are any."""
+    """Read vLLM's gauges of its load, as the fields `waiting` and `kv_use` of Health.
+
+    Returns {} before there are any.
+    """
     from prometheus_client import REGISTRY
 
     names = {"vllm:num_requests_waiting": "waiting", "vllm:kv_cache_usage_perc": "kv_use"}
@@ -307,18 +336,18 @@ def load() -> dict[str, Any]:
 
 
 async def abort_all(llm: Any) -> None:
-    """End every request, vLLM's routes' too; nothing is sampled until generation is resumed."""
-    # vLLM reports failures of the engine as plain Exceptions. The caller already reports another one.
+    """End every request, also those of vLLM's routes; nothing runs until generation is resumed."""
+    # vLLM reports failures of the engine as plain Exceptions. The caller reports another already.
     with contextlib.suppress(Exception):
-        await asyncio.wait_for(
-            llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S
-        )
+        pausing = llm.pause_generation(mode="abort", clear_cache=True)
+        await asyncio.wait_for(pausing, ABORT_TIMEOUT_S)
 
 
 def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Make a method return {"value": ...}, or {"error": ...} where it raises.
+    """Wrap a worker's method to return {"value": ...}, or {"error": ...} where it raises.
 
-    A worker must not raise: vLLM would then take the other workers' answers for those to later calls.
+    A worker must not raise: vLLM would then take the answers of other workers for answers to later
+    calls. `call_workers` raises the error in the server.
     """
 
     @functools.wraps(method)
@@ -332,7 +361,7 @@ def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
-    """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
+    """Call a method of all workers, and return their answers. Raises RuntimeError if one failed."""
     answers = await llm.collective_rpc(method, args=arguments)
     for answer in answers:
         if "error" in answer:

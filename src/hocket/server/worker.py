@@ -1,6 +1,7 @@
 """Receive weights inside the engine's processes.
 
-vLLM mixes `WorkerExtension` into its worker. Importing this module ties a process started for it to its parent.
+vLLM mixes `WorkerExtension` into its worker. Importing this module in a process that was started
+for a worker has that process end with its parent.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +20,16 @@ from hocket.server.vllm_api import answered
 
 
 class WorkerExtension(GroupReceiver):
-    """Methods for `collective_rpc`. Messages are JSON: vLLM carries plain types only."""
+    """Methods that the server calls by vLLM's `collective_rpc`, in each worker.
 
-    hocket_held: Mapping[str, TensorSpec] = {}  # of the version that the model holds in full
-    hocket_kept: Mapping[
-        str, TensorSpec
-    ] = {}  # of that from which the rest stays, if only trained weights come
+    Messages are JSON, as vLLM carries plain types only. The names begin with hocket_, as they are
+    mixed with those of vLLM's worker.
+    """
+
+    # The tensors of the version that the model holds in full; {} while it holds none.
+    hocket_held: Mapping[str, TensorSpec] = {}
+    # The tensors of the version before, while only trained weights come: the others stay.
+    hocket_kept: Mapping[str, TensorSpec] = {}
 
     @answered
     def hocket_load_disk(
@@ -32,8 +37,8 @@ class WorkerExtension(GroupReceiver):
     ) -> dict[str, Any]:
         """Load a folder's tensors into the paused model, in place, or as an adapter beside it.
 
-        Raises RuntimeError for another checksum; after an error the model is unusable until a load succeeds. With
-        `compare` nothing changes, and the answer names what differs.
+        Raises RuntimeError for another checksum. After an error the model is unusable until a load
+        succeeds. With `compare` nothing changes, and the answer names the tensors that differ.
         """
         adapter = versions.read_adapter(Path(folder))
         return self._hocket_take(_read(Path(folder)), adapter, checksum, compare)
@@ -52,13 +57,19 @@ class WorkerExtension(GroupReceiver):
         give_up: Callable[[], None] = lambda: None,
         partial: bool = False,
     ) -> dict[str, Any]:
+        """Load the parts of a version, or compare the model with them.
+
+        `give_up` interrupts the making of parts after a failure. With `partial` the parts are the
+        trained weights only. Raises RuntimeError where the parts have another checksum; "" accepts
+        any, as the checksum of a broadcast is known only at its end.
+        """
         if partial and not self.hocket_held:
             raise RuntimeError(
                 "only trained weights are to come, and this server holds no version in full"
             )
         self.hocket_kept = self.hocket_held if partial else {}
-        with _ahead(parts, give_up) as made:
-            answer = self._hocket_load(made, adapter, compare)
+        with _ahead(parts, give_up) as parts_ahead:
+            answer = self._hocket_load(parts_ahead, adapter, compare)
         if checksum not in ("", answer["checksum"]):
             raise RuntimeError(
                 "the tensors that reached the model are not those that were published"
@@ -75,7 +86,7 @@ class WorkerExtension(GroupReceiver):
             compare_with = vllm_weights.COMPARISONS.get("bitwise")
             different = compare_with(self, weights, adapter)
         else:
-            self.hocket_held = {}  # until all has come
+            self.hocket_held = {}  # a load that breaks off leaves no version in full
             vllm_weights.load(self, weights, adapter)
             self.hocket_held = specs
         return {
@@ -89,12 +100,18 @@ class WorkerExtension(GroupReceiver):
 def _ahead(
     parts: Iterator[BucketPart], give_up: Callable[[], None]
 ) -> Iterator[Iterator[BucketPart]]:
-    """Make two parts ahead in a thread, which `give_up` interrupts where the body raises."""
+    """Make two parts ahead in a thread, while the model loads the one before.
+
+    Where the body raises, `give_up` interrupts the thread, which may wait for a part for long.
+    """
     with ThreadPoolExecutor(1, "weights ahead") as thread:
         coming = [thread.submit(next, parts, None) for _ in range(2)]
 
         def take() -> Iterator[BucketPart]:
-            while (part := coming.pop(0).result()) is not None:
+            while True:
+                part = coming.pop(0).result()
+                if part is None:  # there are no more
+                    return
                 coming.append(thread.submit(next, parts, None))
                 yield part
 
@@ -106,6 +123,7 @@ def _ahead(
 
 
 def _read(folder: Path) -> Iterator[BucketPart]:
+    """Read a version from its folder, each tensor as a part of its own."""
     for name, tensor in manifest.tensors(folder):
         yield [(name, tensor)], {name: manifest.spec(tensor)}
 
@@ -113,15 +131,15 @@ def _read(folder: Path) -> Iterator[BucketPart]:
 def _tensors(
     parts: Iterator[BucketPart], specs: dict[str, TensorSpec]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all parts; add their specs to `specs`."""
-    for named, made in parts:
-        specs |= made
-        for _, tensor in named:
-            if (
-                tensor.is_cuda
-            ):  # of another thread's stream: not used anew before this one has read it
+    """Yield the tensors of all parts with their names; add their specs to `specs`."""
+    for named_tensors, part_specs in parts:
+        specs |= part_specs
+        for _, tensor in named_tensors:
+            # Another thread made the tensor, on its own stream: its memory must not be used again
+            # before this thread's stream has read it.
+            if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream())
-        yield from named
+        yield from named_tensors
 
 
 vllm_api.die_with_parent_process()

@@ -16,37 +16,41 @@ from hocket.sync.transports import (
     Delivery,
     Sending,
     Transport,
-    joined,
+    combined,
     not_reached,
     transport,
 )
 from hocket.sync.versions import Versions, WrittenVersion
 from hocket.types import Metrics
 
-REST_S = 5.0  # before writing is tried again: someone may free space
+REST_S = 5.0  # seconds before writing is tried again: meanwhile someone may free space
 
 
 @dataclasses.dataclass
 class DiskTransport:
-    """Write a version and have all servers load it; write it in full again for those that could not."""
+    """Write a version to a folder, and have all servers load it.
+
+    Servers that could not load it are sent the version written anew, in full.
+    """
 
     versions: Versions
-    root: Path  # which servers see, too
+    root: Path  # the folder (sync.root) below which servers look for versions
     sync: SyncConfig
-    say: Callable[[str], None] = lambda line: None
-    on_written: Callable[[], None] = lambda: None  # before any server loads it
-    write: Callable[[int], WrittenVersion] | None = (
-        None  # what servers are sent first; None: the whole version
-    )
-    _upload_name: str = dataclasses.field(
-        default_factory=lambda: secrets.token_hex(4)
-    )  # of this trainer's uploads
+    say: Callable[[str], None] = lambda line: None  # prints a line
+    on_written: Callable[[], None] = lambda: None  # called before any server loads the version
+    # Writes what servers are sent first, such as a delta; None: the whole version.
+    write: Callable[[int], WrittenVersion] | None = None
+    # Begins the names of this trainer's uploads.
+    _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
 
     async def deliver(
         self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
     ) -> Delivery:
+        """Write the version and have the servers load it, or compare. Raises SyncError."""
         versions = self.versions
         metrics = Metrics()
+
+        # Write it. After a failure, such as a full disk, try once more.
         with timed(metrics, "sync/prepare_s"):
             try:
                 first = await run_in_thread(self._write, version)
@@ -54,17 +58,21 @@ class DiskTransport:
                 self.say(f"{error}. It is tried once more in {REST_S:g} s")
                 await asyncio.sleep(REST_S)
                 first = await run_in_thread(self._write, version)
-        delivery, _ = await asyncio.gather(
-            self._load(first, servers, compare), run_in_thread(versions.prune)
-        )
+
+        # Servers load it while older versions are removed.
+        loading = self._load(first, servers, compare)
+        delivery, _ = await asyncio.gather(loading, run_in_thread(versions.prune))
+
+        # Where servers could not load it, the cause may be that it was a delta, or that its files
+        # were damaged. Then they are sent the whole version.
         failed = not_reached(delivery)
-        full = await run_in_thread(versions.mended, first) if failed else None
-        if full is not None:  # it was a delta, or its files were hurt
+        full = await run_in_thread(versions.write_again, first) if failed else None
+        if full is not None:
             for server in failed:
-                self.say(
-                    f"version {version} goes to {server.url} in full: {delivery.answers[server][1]}"
-                )
-            delivery = joined(delivery, await self._load(full, failed, compare))
+                reason = delivery.answers[server][1]
+                self.say(f"version {version} goes to {server.url} in full: {reason}")
+            delivery = combined(delivery, await self._load(full, failed, compare))
+            # If it fails again, say so where the disk does not keep what is written to it.
             if not_reached(delivery):
                 await run_in_thread(versions.check, full)
         return Delivery(delivery.answers, delivery.metrics | metrics)
@@ -78,15 +86,19 @@ class DiskTransport:
     async def _load(
         self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool
     ) -> Delivery:
-        metrics = {"sync/mebibytes": written.num_bytes / 2**20, **written.metrics}
+        """Have all servers load a written version at once, and collect their answers."""
+        metrics: Metrics = {"sync/mebibytes": written.num_bytes / 2**20}
+        metrics.update(written.metrics)
         with timed(metrics, "sync/transfer_s"):
-            answers = await asyncio.gather(
-                *(self._ask(server, written, compare) for server in servers)
-            )
-        sent = ((written.checksum, answer) for answer in answers)
-        return Delivery(dict(zip(servers, sent, strict=True)), metrics)
+            requests = [self._ask(server, written, compare) for server in servers]
+            answers = await asyncio.gather(*requests)
+        answer_of = dict[ServerClient, tuple[str, Answer]]()
+        for server, answer in zip(servers, answers, strict=True):
+            answer_of[server] = written.checksum, answer
+        return Delivery(answer_of, metrics)
 
     async def _ask(self, server: ServerClient, written: WrittenVersion, compare: bool) -> Answer:
+        """Upload a written version if need be, and have a server load it. Returns any failure."""
         timeout_s = self.sync.timeout_s
         try:
             name = written.folder.relative_to(self.root.resolve()).as_posix()
@@ -105,7 +117,7 @@ class DiskTransport:
 
 
 def source_of(kind: str, name: str) -> Source:
-    """Return the source of a version in the folder `name` below the servers' root."""
+    """Make the source of a version in the folder `name` below the servers' root."""
     if kind == "disk":
         return DiskSource(name=name)
     return OtherSource.model_validate({"kind": kind, "name": name})

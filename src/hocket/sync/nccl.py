@@ -1,6 +1,7 @@
-"""Broadcast weights from the trainer's memory to the engines' workers, over NCCL or, on a CPU, gloo.
+"""Broadcast weights from the trainer's memory to the engines' workers, by NCCL or, on a CPU, gloo.
 
-Each server has a group of its own with rank 0: a lost one disturbs no other. A bucket travels while the next is made.
+The trainer has a group with the workers of each server, so that a lost server disturbs no other. A
+bucket of tensors travels while the next one is made.
 """
 
 import asyncio
@@ -30,9 +31,10 @@ from hocket.sync.transports import Answer, Delivery, Sending, Transport, WithFal
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
-POLL_S = 0.002
-SLOW_JOIN_S = 5.0  # one that fails after this is not tried again until it is restarted
-READY_SHARE = 0.5  # of sync.timeout_s for a server to begin to receive
+POLL_S = 0.002  # seconds between two looks for announcements
+SLOW_JOIN_S = 5.0  # a server that fails to join after this long is not tried again until a restart
+READY_SHARE = 0.5  # share of sync.timeout_s in which a server must begin to receive
+Buckets = list[list[protocol.TensorLayout]]  # the tensors of each bucket
 
 
 @transport("nccl")
@@ -47,89 +49,114 @@ def by_broadcast(sending: Sending) -> Transport:
 
 @dataclasses.dataclass
 class CollectiveTransport:
+    """A transport that broadcasts versions to servers, each of which is connected by a link."""
+
     trainer: "Trainer"
     sync: SyncConfig
-    freezes: bool = False  # some weights stay as they are: each server is sent these once
+    freezes: bool = False  # some weights never change: each server is sent these only once
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
-    _specs: dict[str, protocol.TensorSpec] = dataclasses.field(
-        default_factory=dict
-    )  # of what was sent last
+    # The specs of all weights as they were sent last; frozen ones stay from an earlier version.
+    _specs: dict[str, protocol.TensorSpec] = dataclasses.field(default_factory=dict)
 
     async def deliver(
         self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
     ) -> Delivery:
+        """Send the trainer's weights to all servers at once; see `Transport`.
+
+        Raises errors of the trainer; a server's failure is its answer.
+        """
         start = time.perf_counter()
-        for left in [server for server in self._links if server.is_closed]:
-            self._links.pop(left).close()
-        joined = await asyncio.gather(*map(self._link, servers))
-        links = [link for link in joined if isinstance(link, _Link)]
+
+        # Connect with the servers, and drop the links of those that have left the pool.
+        for server in [server for server in self._links if server.is_closed]:
+            self._links.pop(server).close()
+        links_or_errors = await asyncio.gather(*map(self._link, servers))
+        links = [link for link in links_or_errors if isinstance(link, _Link)]
+
+        # Announce the buckets, and wait until each server is ready or has answered. Frozen weights
+        # are left out if all servers have them, except from a comparison.
         partial = self.freezes and not compare and all(link.holds_frozen for link in links)
         buckets = self.trained if partial else self.buckets
         await asyncio.gather(*(link.begin(version, compare, buckets) for link in links))
         prepared = time.perf_counter()
+
+        # Send them to the servers that are ready.
         try:
             checksum = await run_in_thread(self._send, version, links, buckets)
-        except BaseException:  # of the trainer: nothing will come
+        except BaseException:
+            # The trainer has failed, so nothing will come: do not let servers wait for it.
             for link in links:
                 link.close()
                 link.answer.cancel()
             raise
-        answers = [
-            (checksum, await link.outcome() if isinstance(link, _Link) else link) for link in joined
-        ]
+
+        # Collect the servers' answers.
+        answers = dict[ServerClient, tuple[str, Answer]]()
+        for server, link_or_error in zip(servers, links_or_errors, strict=True):
+            if isinstance(link_or_error, _Link):
+                answers[server] = checksum, await link_or_error.outcome()
+            else:
+                answers[server] = checksum, link_or_error
         metrics = {
             "sync/mebibytes": sum(map(nccl.num_bytes, buckets)) / 2**20,
             "sync/prepare_s": prepared - start,
             "sync/transfer_s": time.perf_counter() - prepared,
         }
-        return Delivery(dict(zip(servers, answers, strict=True)), metrics)
+        return Delivery(answers, metrics)
 
     @functools.cached_property
-    def buckets(self) -> list[list[protocol.TensorLayout]]:
+    def buckets(self) -> Buckets:
+        """The buckets of all weights."""
         return self.trainer.layout(nccl.BUCKET_BYTES)
 
     @functools.cached_property
-    def trained(self) -> list[list[protocol.TensorLayout]]:
+    def trained(self) -> Buckets:
+        """The buckets of the trained weights only."""
         return self.trainer.layout(nccl.BUCKET_BYTES, trained=True)
 
     def close(self) -> None:
+        """Leave all groups: the run ends."""
         for link in self._links.values():
             link.close()
 
-    def _send(
-        self, version: int, links: "Sequence[_Link]", buckets: list[list[protocol.TensorLayout]]
-    ) -> str:
-        specs = self._specs  # of the frozen ones from before
+    def _send(self, version: int, links: "Sequence[_Link]", buckets: Buckets) -> str:
+        """Make the buckets and send them by all links. Returns the checksum of all weights."""
+        specs = self._specs
         numbers = itertools.count(1)
-        running: Iterator[None] = iter(())  # a bucket on its way to each server
+        sending: Iterator[None] = iter(())  # waits until the bucket before has been sent
         with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
 
-            def sink(named: Sequence[tuple[str, Tensor]]) -> None:
-                nonlocal running
-                flat, added = nccl.pack(named, self.trainer.device)
-                specs.update(added)
-                list(running)
+            def send_bucket(named: Sequence[tuple[str, Tensor]]) -> None:
+                """Pack a bucket while the one before is on its way, then send it in threads."""
+                nonlocal sending
+                flat, bucket_specs = nccl.pack(named, self.trainer.device)
+                specs.update(bucket_specs)
+                list(sending)
                 name = f"bucket {next(numbers)}/{len(buckets)} of version {version}"
-                running = threads.map(lambda link: link.send(name, flat), links)
+                sending = threads.map(lambda link: link.send(name, flat), links)
 
-            only = {} if buckets is self.buckets else {"trained": True}
-            self.trainer.stream(nccl.BUCKET_BYTES, sink, **only)
-            list(running)
+            if buckets is self.buckets:
+                self.trainer.stream(nccl.BUCKET_BYTES, send_bucket)
+            else:
+                self.trainer.stream(nccl.BUCKET_BYTES, send_bucket, trained=True)
+            list(sending)
         return manifest.total_checksum(specs)
 
     async def _link(self, server: ServerClient) -> "_Link | HocketError":
+        """Find or make the link to a server, or the error why there is none."""
         try:
             health = await server.health()
             link = self._links.get(server)
+            # A server that was started again has workers in no group.
             if link is not None and link.session != health.session:
                 link.close()
                 link = None
             if link is None or (link.is_closed and not link.unreachable):
-                link = self._links[server] = _Link(self, server, health)
+                link = _Link(self, server, health)
+                self._links[server] = link
             if link.unreachable:
-                return SyncError(
-                    f"the workers of {server.url} could not be connected with since they were started"
-                )
+                reason = "could not be connected with since they were started"
+                return SyncError(f"the workers of {server.url} {reason}")
             return link
         except HocketError as error:
             return error
@@ -138,24 +165,29 @@ class CollectiveTransport:
 
 
 class _Link:
-    """The connection to one process of a server; a failure closes it."""
+    """The connection to a server's workers, until the server ends. A failure closes it.
+
+    A transfer takes three calls: `begin`, `send` for each bucket, `outcome`.
+    """
 
     def __init__(
         self, transport: CollectiveTransport, server: ServerClient, health: protocol.Health
     ) -> None:
         self.session = health.session
         self.is_closed = False
-        self.holds_frozen = False  # it was sent a whole version
-        self.unreachable = False
-        self.group: nccl.WeightGroup | None = None  # once joined
-        self.answer: asyncio.Task[Answer]
+        self.holds_frozen = False  # the server has received a version with its frozen weights
+        self.unreachable = False  # the workers did not join, and would take as long again
+        self.group: nccl.WeightGroup | None = None  # the group, once all have joined
+        self.answer: asyncio.Task[Answer]  # the server's answer to the last reload
         self._transport = transport
         self._server = server
         self._workers = health.workers
         self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
-        self._receiving: nccl.WeightGroup | None = None  # the group, once its workers are ready
-        self._transfers = 0  # of the group so far
-        self._failure: SyncError | None = None  # seen from this end
+        self._receiving: nccl.WeightGroup | None = None  # the group, while its workers receive
+        self._transfers = 0  # number of transfers of the group so far
+        self._failure: SyncError | None = None  # the failure that the trainer has seen
+
+        # Listen for the workers, which will look for the store at this address.
         url = urlsplit(server.url)
         timeout_s = transport.sync.timeout_s
         host = nccl.address_towards(url.hostname or "", url.port or 80)
@@ -174,14 +206,14 @@ class _Link:
         if self.group is not None:
             self.group.close()
 
-    async def begin(
-        self, version: int, compare: bool, buckets: list[list[protocol.TensorLayout]]
-    ) -> None:
-        """Tell the server what will come; wait until its workers are ready or it answers."""
+    async def begin(self, version: int, compare: bool, buckets: Buckets) -> None:
+        """Announce a version to the server; wait until its workers are ready or it answers."""
         start = time.monotonic()
         transport = self._transport
         self._receiving = None
         self._transfers += 1
+
+        # Ask the server to load it. It answers only once it has all of it, or has failed.
         source = protocol.CollectiveSource(
             group=self._address,
             turn=self._transfers,
@@ -193,6 +225,8 @@ class _Link:
             version=version, source=source, in_flight=transport.sync.in_flight, compare=compare
         )
         self.answer = asyncio.create_task(self._ask(request))
+
+        # Join the group when the workers do (they announce 0), then wait until they receive.
         seconds = READY_SHARE * transport.sync.timeout_s
         try:
             async with asyncio.timeout(seconds):
@@ -201,17 +235,16 @@ class _Link:
                 self._receiving = self.group if await self._announced(self._transfers) else None
         except TimeoutError:
             self._failure = SyncError(
-                f"server {self._server.url} did not begin to receive version {version} in {seconds:g} s; "
-                f"to drain requests first, raise sync.timeout_s"
+                f"server {self._server.url} did not begin to receive version {version} in "
+                f"{seconds:g} s; to drain requests first, raise sync.timeout_s"
             )
         except RuntimeError as error:
-            self._failure = SyncError(
-                f"can't connect with the workers of {self._server.url}: {why_broken(error)}"
-            )
+            workers = f"the workers of {self._server.url}"
+            self._failure = SyncError(f"can't connect with {workers}: {why_broken(error)}")
         self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
 
     async def _announced(self, number: int) -> bool:
-        """Wait until all workers announce a transfer. Returns whether they do before the answer."""
+        """Wait until all workers have announced a transfer. Returns False if it answers first."""
         ranks = range(1, 1 + self._workers)
         while not nccl.announced(self._store, self._address.name, number, ranks):
             if self.answer.done():
@@ -233,6 +266,7 @@ class _Link:
         )
 
     async def _ask(self, request: protocol.ReloadRequest) -> Answer:
+        """Send the request to load, and wait for its answer. A failure closes the link."""
         try:
             return await self._server.ask(request, timeout_s=self._transport.sync.timeout_s)
         except HocketError as error:
@@ -240,7 +274,7 @@ class _Link:
             return error
 
     def send(self, name: str, flat: Tensor) -> None:
-        """Send one bucket, unless one has failed."""
+        """Send a bucket, unless the server is not ready or an earlier bucket has failed."""
         group = self._receiving
         if group is None:
             return
@@ -250,16 +284,22 @@ class _Link:
             reason = f"the connection broke: {why_broken(error)}"
             if re.search("(?i)timed ?out", str(error)):
                 seconds = self._transport.sync.bucket_timeout_s
-                reason = f"{seconds:g} s passed; is it stopped? A slower network needs a higher sync.timeout_s"
+                advice = "is it stopped? A slower network needs a higher sync.timeout_s"
+                reason = f"{seconds:g} s passed; {advice}"
             self._receiving = None
             self._failure = SyncError(f"server {self._server.url} did not take {name}: {reason}")
 
     async def outcome(self) -> Answer:
-        """Return the server's answer, where it names no cause with that seen from this end."""
+        """Wait for the server's answer.
+
+        If the server itself reports no cause, the failure that the trainer has seen comes first.
+        """
         if self._failure is not None:
             self.close()  # or the workers would go on waiting
         answer = await self.answer
-        self.holds_frozen |= isinstance(answer, protocol.ReloadResponse)
+        if isinstance(answer, protocol.ReloadResponse):
+            self.holds_frozen = True
+        # An error without an HTTP status is the client's own, such as a timeout.
         if self._failure is not None and isinstance(answer, ServerError) and answer.status is None:
             return SyncError(f"{self._failure}; {answer}")
         return answer

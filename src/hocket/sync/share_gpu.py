@@ -1,4 +1,6 @@
-"""Share one GPU between server and trainer (launch.share_gpu): each leaves it before the other one loads.
+"""Share a GPU between server and trainer (launch.share_gpu).
+
+Each leaves the GPU before the other one loads:
 
 generate │ trainer_turn  step │ deliver  write, load version        │ generate …
 server   │ asleep             │ weights, once loaded the KV cache   │ weights and KV cache
@@ -21,16 +23,18 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 GONE = ("unreachable", "engine_dead", "shutting_down")
-"""Codes of a server whose engine has ended, and holds no GPU memory."""
+"""Codes of a server whose engine has ended, and so holds no memory of the GPU."""
 
 
 @asynccontextmanager
 async def shared_gpu(
     trainer: "Trainer", publisher: Publisher, sync: SyncConfig, keep: bool, publishes: bool
 ) -> AsyncIterator[Metrics]:
-    """Give the trainer the GPU; without new weights the server gets it back with the version that it holds.
+    """Give the GPU to the trainer for the body. Yields the metrics of it. Raises SyncError.
 
-    `keep`: the server keeps its own on the CPU, as new ones are adapters.
+    With `publishes`, a weight sync after the body gives the GPU back to the server. Without it, the
+    server gets the GPU back here, with the version that it holds. With `keep`, the server keeps its
+    weights in the CPU's memory, as new versions are adapters of them.
     """
     metrics: Metrics = {}
     with timed(metrics, "time/turn"):
@@ -42,14 +46,16 @@ async def shared_gpu(
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
-    """Have servers leave the GPU; without `keep` their weights must be sent again."""
+    """Have all servers leave the GPU. Raises SyncError where one does not.
+
+    Without `keep` they throw their weights away, and must be sent a version to wake up.
+    """
     request = SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight)
     for member in pool.members:
         try:
             await member.server.ask(request, timeout_s=sync.timeout_s)
         except ServerError as error:
             if error.code not in GONE:
-                raise SyncError(
-                    f"server and trainer can't take turns on the GPU: {error}"
-                ) from error
+                message = f"server and trainer can't take turns on the GPU: {error}"
+                raise SyncError(message) from error
             pool.mark_lost(member, str(error))

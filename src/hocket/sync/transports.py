@@ -1,4 +1,7 @@
-"""How weight versions get to the servers: what a transport is, and how one stands in for another that fails."""
+"""Transports: how weight versions get to the servers.
+
+A fast transport can have the disk as its fallback for servers that it does not reach.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,37 +18,40 @@ if TYPE_CHECKING:
     from hocket.sync.versions import Versions
     from hocket.trainer.trainer import Trainer
 
-Answer = ReloadResponse | HocketError  # a failure is a value: others go on
-
-
+Answer = ReloadResponse | HocketError
+"""A server's answer to a version. A failure is a value, so that other servers go on."""
 NO_WAY = ("unreachable", "engine_dead", "shutting_down", "timeout", "not_held")
-"""Codes after which a version gets there in no other way either."""
+"""Codes of failures after which no other transport gets the version to the server either."""
 
 
 class Delivery(NamedTuple):
-    answers: dict[ServerClient, tuple[str, Answer]]  # with the checksum that was sent
+    """The outcome of sending a version to servers."""
+
+    answers: dict[ServerClient, tuple[str, Answer]]  # the checksum that was sent, and the answer
     metrics: Metrics  # sync/*, with sync/mebibytes, sync/prepare_s and sync/transfer_s at least
 
 
 class Transport(Protocol):
-    """A way of weight versions to the servers."""
+    """A way to get weight versions to the servers. `transport` below has an example of use."""
 
     async def deliver(
         self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
     ) -> Delivery:
-        """Have servers load the trainer's weights, or compare; can be repeated. Raises SyncError."""
+        """Have servers load the trainer's weights as a version; it may be called again.
+
+        With `compare` they compare the weights with their own. Raises SyncError.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """What a transport is built from."""
+    """The parts of a run from which a transport is built."""
 
     config: Config
     trainer: "Trainer"
     versions: "Versions"
-    disk: Callable[
-        ..., Transport
-    ]  # makes the transport by files; write=FUNCTION: what servers are sent first
+    # Makes the transport by files; write=FUNCTION writes what servers are sent first.
+    disk: Callable[..., Transport]
     say: Callable[[str], None]  # prints a line
     at_end: Callable[[Callable[[], None]], object]  # has a function called when the run ends
 
@@ -54,12 +60,13 @@ TRANSPORTS: Registry[Callable[[Sending], Transport]] = Registry(
     "transport", disk="hocket.sync.disk", nccl="hocket.sync.nccl", delta="hocket.extras.delta.write"
 )
 transport = TRANSPORTS.register
-"""Decorator of a function that makes a transport, which `sync.backend` then names; its other arguments are options.
+"""Decorator of a function that makes a transport. `sync.backend` then names the function, and
+has its other arguments as options.
 
-Where servers read something else than a whole version from a folder, a part of the server adds how, as
-`server.engine.sources[KIND]` (hocket.server.parts).
+Where servers get anything but a whole version in a folder, a part of the server adds the function
+that finds it, as `server.engine.sources[KIND]` (hocket.server.parts).
 
-Example: a plugin that says how long each version takes.
+Example: a plugin that prints how long each version takes.
 
     @transport("timed")
     def timed(sending: Sending, *, unit: str = "s") -> Transport:
@@ -82,13 +89,16 @@ Example: a plugin that says how long each version takes.
 
 
 def chosen_transport(sync: SyncConfig) -> Callable[[Sending], Transport]:
-    """Return the maker of the transport in sync.backend, which is no longer `auto`. Raises ConfigError."""
+    """Look up the function that makes the transport in sync.backend. Raises ConfigError.
+
+    The config must be one whose `auto` has been replaced by a choice.
+    """
     return TRANSPORTS.choose(sync.backend, "sync.backend", keys=("sending",))
 
 
 @dataclasses.dataclass
 class WithFallback:
-    """Use a fast transport, and the disk for servers that it does not reach."""
+    """A transport that uses a fast one, and the disk for servers that it does not reach."""
 
     fast: Transport
     disk: Transport
@@ -97,34 +107,35 @@ class WithFallback:
     async def deliver(
         self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
     ) -> Delivery:
+        """Send the version by the fast transport, then by disk to servers that failed."""
         delivery = await self.fast.deliver(version, servers, compare=compare)
         failed = not_reached(delivery)
         if failed:
             urls = ", ".join(server.url for server in failed)
-            self.say(
-                f"version {version} goes to {urls} by disk instead: {delivery.answers[failed[0]][1]}"
-            )
-            delivery = joined(delivery, await self.disk.deliver(version, failed, compare=compare))
+            reason = delivery.answers[failed[0]][1]
+            self.say(f"version {version} goes to {urls} by disk instead: {reason}")
+            delivery = combined(delivery, await self.disk.deliver(version, failed, compare=compare))
         return Delivery(delivery.answers, delivery.metrics | {"sync/fallbacks": float(len(failed))})
 
 
 def not_reached(delivery: Delivery) -> list[ServerClient]:
-    """Return who may take it in another way."""
-    errors = (
-        (server, answer)
-        for server, (_, answer) in delivery.answers.items()
-        if isinstance(answer, HocketError)
-    )
-    return [server for server, error in errors if getattr(error, "code", "") not in NO_WAY]
+    """List the servers that failed to load a version, and to which another transport may get it."""
+    failed = list[ServerClient]()
+    for server, (_, answer) in delivery.answers.items():
+        if isinstance(answer, HocketError) and getattr(answer, "code", "") not in NO_WAY:
+            failed.append(server)
+    return failed
 
 
-def joined(first: Delivery, second: Delivery) -> Delivery:
-    """Return the outcome of sending to all, then to some again."""
+def combined(first: Delivery, second: Delivery) -> Delivery:
+    """Combine the outcome of sending to all servers with that of sending to some of them again.
+
+    sync/mebibytes stays a mean per server of the first delivery; all time after the first sending
+    began counts as transfer.
+    """
     metrics = dict(first.metrics)
-    metrics["sync/mebibytes"] += (
-        second.metrics["sync/mebibytes"] * len(second.answers) / len(first.answers)
-    )
-    metrics["sync/transfer_s"] += (
-        second.metrics.get("sync/prepare_s", 0.0) + second.metrics["sync/transfer_s"]
-    )
+    mebibytes_again = second.metrics["sync/mebibytes"] * len(second.answers)
+    metrics["sync/mebibytes"] += mebibytes_again / len(first.answers)
+    prepare_s = second.metrics.get("sync/prepare_s", 0.0)
+    metrics["sync/transfer_s"] += prepare_s + second.metrics["sync/transfer_s"]
     return Delivery(first.answers | second.answers, metrics)

@@ -1,6 +1,7 @@
-"""Number weight versions and write them, as weights/v000012: Hugging Face models, or PEFT adapters.
+"""Number weight versions, and write them to folders such as weights/v000012.
 
-The manifest is of the tensors in memory: a server also notices what went wrong on writing.
+A folder holds a Hugging Face model, or a PEFT adapter. Its manifest describes the tensors in
+memory, so that a server also notices what went wrong on writing.
 """
 
 import contextlib
@@ -19,16 +20,18 @@ from hocket.protocol import TensorSpec, manifest
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
-KINDS = ("weights", "deltas")
-KEEP = 2  # of each kind: servers may be loading them
+KINDS = ("weights", "deltas")  # subfolders of a run that hold versions
+KEEP = 2  # versions of each kind that are kept, as servers may be loading them
 
 
 class WrittenVersion(NamedTuple):
+    """A version in a folder, as the trainer has written it."""
+
     version: int
     folder: Path
     checksum: str
     num_bytes: int
-    kind: str = "disk"  # of the source that says how to load it
+    kind: str = "disk"  # kind of the source, which tells servers how to load it
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
@@ -37,10 +40,10 @@ class Versions:
 
     def __init__(self, run_dir: Path, trainer: "Trainer") -> None:
         self.trainer = trainer
-        self.current = 0  # number; also before a resume
-        self._begun = False  # `current` is of this process
+        self.current = 0  # the newest version's number, also that of a process before a resume
+        self._begun = False  # True once this process has numbered a version
         self._run_dir = run_dir.resolve()
-        self._full: WrittenVersion | None = None
+        self._full: WrittenVersion | None = None  # the last version that was written in full
 
     def begin(self, held: int) -> None:
         """Set the first number above the run's and `held`, the servers' highest."""
@@ -49,6 +52,7 @@ class Versions:
             self.current = max(held, self.current) + 1
 
     def state(self) -> dict[str, int]:
+        """Make the state for a checkpoint; `restore` continues from it."""
         return {"version": self.current}
 
     def restore(self, state: Mapping[str, int]) -> None:
@@ -60,11 +64,12 @@ class Versions:
                     shutil.rmtree(folder)
 
     def save(self) -> Path:
-        """Return the folder of the current version in full, written if need be."""
+        """Write the current version in full, unless it has been. Returns its folder."""
         folder = self.path("weights", self.current)
         return folder if folder.exists() else self.full(self.current).folder
 
     def path(self, kind: str, version: int) -> Path:
+        """Name the folder of a version."""
         return self._run_dir / kind / f"v{version:06d}"
 
     def full(self, version: int) -> WrittenVersion:
@@ -76,7 +81,10 @@ class Versions:
     def write(
         self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]]
     ) -> WrittenVersion:
-        """Write a version, whose specs `fill` returns. Raises SyncError."""
+        """Write a version: `fill` writes the files and returns their specs. Raises SyncError.
+
+        The folder appears under its name only once it is complete.
+        """
         folder = self.path(kind, version)
         if folder.exists():
             raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
@@ -86,13 +94,15 @@ class Versions:
                 num_bytes = sum(path.stat().st_size for path in partial.iterdir())
         except (OSError, SafetensorError) as error:
             advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir"
-            raise SyncError(
-                f"can't write weight version {version} to {folder}: {error}; {advice}"
-            ) from error
+            message = f"can't write weight version {version} to {folder}: {error}; {advice}"
+            raise SyncError(message) from error
         return WrittenVersion(version, folder, checksum, num_bytes)
 
-    def mended(self, written: WrittenVersion) -> WrittenVersion | None:
-        """Write a version in full, if it is not, or its files are damaged, and return it; None for a sound one."""
+    def write_again(self, written: WrittenVersion) -> WrittenVersion | None:
+        """Write a version in full, if it was not, or if its files are damaged. Raises SyncError.
+
+        Returns the full version, or None where it was in full and its files are sound.
+        """
         if written is self._full:
             with contextlib.suppress(SyncError):
                 self.check(written)
@@ -104,18 +114,19 @@ class Versions:
     def check(self, written: WrittenVersion) -> None:
         """Raise SyncError unless the files hold what was written to them."""
         try:
-            found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
+            checksum = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
         except (OSError, SafetensorError) as error:
-            found = str(error)
-        if found != written.checksum:
+            checksum = str(error)
+        if checksum != written.checksum:
             raise SyncError(
-                f"{written.folder} does not hold the weights that were written to it: something has changed its files, "
-                "or the disk is failing. Set another run.dir"
+                f"{written.folder} does not hold the weights that were written to it: something "
+                "has changed its files, or the disk is failing. Set another run.dir"
             )
 
     def prune(self) -> None:
-        """Remove older versions of each kind."""
+        """Remove all versions of each kind but the newest KEEP."""
         for kind in KINDS:
-            for old in [*numbered(self._run_dir / kind, "v*").values()][:-KEEP]:
-                with contextlib.suppress(OSError):  # it is tried again
-                    remove_folder(old)
+            folders = list(numbered(self._run_dir / kind, "v*").values())  # oldest first
+            for folder in folders[:-KEEP]:
+                with contextlib.suppress(OSError):  # the next version tries it again
+                    remove_folder(folder)

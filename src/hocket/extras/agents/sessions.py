@@ -322,7 +322,7 @@ def recording(
 ) -> AsyncGenerator[Any, None]:
     """Ask the engine for a completion; record it in its session, sampled as that says."""
     vllm_requests.refuse_constraints(params)
-    images = sampler.eyes.places(prompt)
+    images = sampler.image_reader.places(prompt)
     if request_id.startswith("cmpl-"):
         request_id = request_id.removesuffix(
             "-0"
