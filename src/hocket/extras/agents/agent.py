@@ -1,4 +1,5 @@
-"""Run the user's own code as an episode: a function or a program that asks the model through a URL like OpenAI's."""
+"""Run the user's own code as an episode: a function or a program that asks the model through a URL
+like OpenAI's."""
 
 import asyncio
 import contextlib
@@ -33,7 +34,8 @@ LOOK_S = 1.0  # between checks of its size
 
 @environment("agent")
 class Agent(Environment):
-    """A function or a program of the user; it returns the reward, a text to score, or None: score the last turn."""
+    """A function or a program of the user; it returns the reward, a text to score, or None: score
+    the last turn."""
 
     keeps_messages = False
 

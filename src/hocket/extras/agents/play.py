@@ -1,4 +1,5 @@
-"""Play episodes of the user's own code, which asks the model through an OpenAI-compatible URL that records its calls.
+"""Play episodes of the user's own code, which asks the model through an OpenAI-compatible URL that
+records its calls.
 
 Each has a session on one server, and is played again where that is lost.
 """
@@ -204,7 +205,8 @@ async def _contained(agent: Playable, task: Task) -> tuple[float | str | None, s
 
 
 async def _cancel(running: "asyncio.Task[Any]") -> bool:
-    """Cancel a task and return whether it has ended; else abandon it until the end of the event loop."""
+    """Cancel a task and return whether it has ended; else abandon it until the end of the event
+    loop."""
     running.add_done_callback(retrieve)
     running.cancel()
     await asyncio.wait([running], timeout=CANCEL_S)
@@ -219,10 +221,11 @@ def join(
     decode: Callable[[Sequence[int]], str],
     rewards: Mapping[str, float] = {},
 ) -> list[Transcript]:
-    """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
+    """Join an agent's calls, in the order in which they began, to sequences; that of the last call
+    comes last.
 
-    A call whose prompt's tokens go on from a sequence extends it; another begins one. Calls that were broken off are
-    left out; every other sampled token is in one sequence, once.
+    A call whose prompt's tokens go on from a sequence extends it; another begins one. Calls that
+    were broken off are left out; every other sampled token is in one sequence, once.
     """
     transcripts: list[Transcript] = []
     for number, call in enumerate(calls):
@@ -256,7 +259,8 @@ def join(
 
 
 def _begins(transcript: Transcript, asked: "array[int]", images: Sequence[Image]) -> bool:
-    """Return whether a call's prompt goes on from a sequence: tokens of different images are alike."""
+    """Return whether a call's prompt goes on from a sequence: tokens of different images are
+    alike."""
     starts = asked[: len(transcript.token_ids)] == transcript.token_ids
     return starts and [*images[: len(transcript.images)]] == transcript.images
 

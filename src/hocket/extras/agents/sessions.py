@@ -94,10 +94,12 @@ class OpenSession:
         answer_id: str = "",
         images: tuple[Image, ...] = (),
     ) -> SampledCall:
-        """Return a new call that is sampled as the session says; `max_tokens` is the agent's own limit.
+        """Return a new call that is sampled as the session says; `max_tokens` is the agent's own
+        limit.
 
-        Its seed follows from the prompt and the calls with the same prompt before it: simultaneous calls repeat
-        exactly, and so does one that the server ended. Raises ApiError: too many calls, or too long a prompt.
+        Its seed follows from the prompt and the calls with the same prompt before it: simultaneous
+        calls repeat exactly, and so does one that the server ended. Raises ApiError: too many
+        calls, or too long a prompt.
         """
         sampling = self._request.sampling
         if len(self.calls) >= self._request.max_calls:
@@ -228,7 +230,8 @@ def install(server: Server) -> None:
 
     @routes.post("/sessions")
     async def open_session(request: SessionRequest) -> SessionResponse:
-        """Open a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are recorded."""
+        """Open a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are
+        recorded."""
         engine.require_ready()
         engine.admit(request)
         engine.sampler.check_sampling(request.sampling)
@@ -261,7 +264,8 @@ def add_forwarding(app: FastAPI, sessions: OpenSessions, model: str, sampler: Sa
 
 
 class Forward:
-    """Send requests to /sessions/ID/v1/... on to vLLM's /v1/..., in that session and with the name `model`."""
+    """Send requests to /sessions/ID/v1/... on to vLLM's /v1/..., in that session and with the name
+    `model`."""
 
     def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str, sampler: Sampler) -> None:
         self._app = app

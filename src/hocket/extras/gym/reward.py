@@ -10,7 +10,8 @@ from hocket.rewards.builtin import after_thought, column
 
 @reward("gym", imports=("reasoning_gym",))
 def gym(completion: str, meta: Mapping[str, Any], opening: str = "", tag: str = "") -> float:
-    """Return the task's score, 0 to 1, of the answer after the thought, or of what stands in <tag> there."""
+    """Return the task's score, 0 to 1, of the answer after the thought, or of what stands in <tag>
+    there."""
     row = column(meta, "gym")
     dataset = made(row["task"], row["options"])
     said = after_thought(completion, opening).strip()

@@ -1,6 +1,7 @@
 """Make rows of the procedural tasks of the package reasoning-gym (docs/hubs.md).
 
-Row i of a split has the seed options.seed + i, of `test` counted from 2³¹ on: no row of it is made for `train`.
+Row i of a split has the seed options.seed + i, of `test` counted from 2³¹ on: no row of it is made
+for `train`.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""Let the model call the tools of MCP servers, over stdio or streamable HTTP (docs/environments.md)."""
+"""Let the model call the tools of MCP servers, over stdio or streamable HTTP
+(docs/environments.md)."""
 
 import asyncio
 import contextlib
@@ -123,7 +124,8 @@ class ServerTools:
 
 
 class Session:
-    """A session, in a task of its own that opens it, within `seconds`, and closes it; once lost it is of no use."""
+    """A session, in a task of its own that opens it, within `seconds`, and closes it; once lost it
+    is of no use."""
 
     def __init__(self, server: McpServer, seconds: float) -> None:
         self._server = server
@@ -164,7 +166,8 @@ class Session:
     async def ask(self, seconds: float, method: str, *arguments: Any, **named: Any) -> Any:
         """Return what a method of the client does within `seconds`, once the session is open.
 
-        Raise ValueError for wrong arguments of a tool, UnaskedError where it did not receive them, else LostError.
+        Raise ValueError for wrong arguments of a tool, UnaskedError where it did not receive them,
+        else LostError.
         """
         from mcp.types import INVALID_PARAMS
 

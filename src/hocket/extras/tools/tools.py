@@ -1,4 +1,5 @@
-"""Let the model call Python functions; each result, or error, goes back to it as a message (docs/environments.md)."""
+"""Let the model call Python functions; each result, or error, goes back to it as a message
+(docs/environments.md)."""
 
 import asyncio
 import functools
@@ -39,7 +40,8 @@ def tool(function: F) -> F:
 
 @environment("tools")
 class Tools(Environment):
-    """The model calls tools until it answers without a call; `parser` is vLLM's word for how it writes one."""
+    """The model calls tools until it answers without a call; `parser` is vLLM's word for how it
+    writes one."""
 
     gives_reward = False
 

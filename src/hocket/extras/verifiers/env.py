@@ -1,4 +1,5 @@
-"""Play and score episodes with an environment of the package verifiers, which asks as an agent does (docs/hubs.md)."""
+"""Play and score episodes with an environment of the package verifiers, which asks as an agent does
+(docs/hubs.md)."""
 
 import functools
 import inspect

@@ -16,7 +16,8 @@ NO_ANSWER = "what the rubric takes"
 
 @source("verifiers")
 def rows(data: DataConfig) -> Iterator[dict[str, Any]]:
-    """Yield a chat, an answer, and all that the environment's rubric reads; `data.options` are its arguments."""
+    """Yield a chat, an answer, and all that the environment's rubric reads; `data.options` are its
+    arguments."""
     environment = made(data.source.removeprefix("verifiers:"), data.options)
     for row in (
         environment.get_dataset() if data.split == "train" else environment.get_eval_dataset()
