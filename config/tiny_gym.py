@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hocket.data.sources import TASKS
-from hocket.extras.gym.rows import made
+from hocket.extras.gym.rows import task_dataset
 
 SIZE = 1 << 20
 MISTAKES = 0.65
@@ -21,7 +21,9 @@ OPTIONS: dict[str, dict[str, int]] = {
 def gym_demos(split: str, seed: int) -> Iterator[dict[str, Any]]:
     """Yield rows of both tasks in turn, from other seeds than those of config/gym.yaml."""
     rng = random.Random(seed)
-    tasks = [made(name, json.dumps({**options, "seed": 1 << 30, "size": SIZE})) for name, options in OPTIONS.items()]
+    tasks = [
+        task_dataset(name, json.dumps({**options, "seed": 1 << 30, "size": SIZE})) for name, options in OPTIONS.items()
+    ]
     for index, task in itertools.product(range(SIZE), tasks):
         entry = task[index]
         answer = entry["answer"]

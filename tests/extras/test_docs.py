@@ -11,7 +11,7 @@ from tests.test_docs import named_files, shown
 
 from hocket import config
 from hocket.envs import Action, Task
-from hocket.extras.checks import proof
+from hocket.extras.checks import verify
 from hocket.observe import metrics
 from hocket.protocol import ToolCall
 from hocket.types import Prompt, Rollout, TokenSequence
@@ -21,8 +21,8 @@ from support.service import Answer, Headers, Service
 
 
 def test_the_missing_share_is_said_up_to_the_error_that_the_pages_name() -> None:
-    assert f"; not told above {proof.MAX_ERROR:g}:" in metrics.reference()
-    assert f"`sync/missing_error` is above {proof.MAX_ERROR:g} " in (ROOT / "docs" / "weight_sync.md").read_text(
+    assert f"; not told above {verify.MAX_ERROR:g}:" in metrics.reference()
+    assert f"`sync/missing_error` is above {verify.MAX_ERROR:g} " in (ROOT / "docs" / "weight_sync.md").read_text(
         "utf-8"
     )
 

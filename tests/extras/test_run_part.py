@@ -12,7 +12,7 @@ def test_settings_decide_which_parts_join(tmp_path: Path) -> None:
     with joined(tmp_path) as parts:
         assert [type(part).__name__ for part in parts] == ["SamplingCheck", "Timeline", "TokenFiles"]
     with joined(tmp_path, "sync.check_share=0") as parts:
-        assert type(parts[0]).__name__ == "Proof"
+        assert type(parts[0]).__name__ == "Verification"
     every = ("checkpoint.best=eval/greedy", "eval.data.source=task:sort", f"checkpoint.copy_to={tmp_path}/copies")
     with joined(tmp_path, *every) as parts:
         assert [type(part).__name__ for part in parts] == ["SamplingCheck", "Timeline", "TokenFiles", "Best", "CopyTo"]

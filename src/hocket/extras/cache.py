@@ -1,7 +1,8 @@
 """Keep prepared prompts in $XDG_CACHE_HOME/hocket/prompts (default: ~/.cache) for the next start.
 
-Each folder is a cache of `datasets`, named by a key of all that its prompts follow from; by the hash of its content, a
-damaged one is never used. Where the cache fails, prompts are prepared in memory.
+Each folder is a cache of `datasets`, named by a key of all that its prompts follow from; by the
+hash of its content, a damaged one is never used. Where the cache fails, prompts are prepared in
+memory.
 """
 
 import dataclasses
@@ -57,7 +58,8 @@ class KeptPrompts(Prompts):
 
 @STORES.register("cache")
 def load(origin: object, longest: int, prepare: Prepare) -> tuple[Prompts, list[int]]:
-    """Return the prompts of at most `longest` tokens, and the lengths of all; `origin`: what they follow from."""
+    """Return the prompts of at most `longest` tokens, and the lengths of all; `origin`: what they
+    follow from."""
     from datasets.exceptions import DatasetGenerationError
 
     try:

@@ -30,7 +30,8 @@ class CopyTo(RunPart):
 
 
 def copying(config: Config, say: Callable[[str], None]) -> list[Callable[[Path], None]]:
-    """Return a function that copies each complete checkpoint to checkpoint.copy_to, in a list; [] without it."""
+    """Return a function that copies each complete checkpoint to checkpoint.copy_to, in a list; []
+    without it."""
     if config.checkpoint.copy_to is None:
         return []
     target = Path(config.checkpoint.copy_to, config.run_dir.name)

@@ -1,4 +1,5 @@
-"""Read `trainer.deepspeed`, for DeepSpeed 0.19.8: `{...}`, or the path of somebody's ds_config.json."""
+"""Read `trainer.deepspeed`, for DeepSpeed 0.19.8: `{...}`, or the path of somebody's
+ds_config.json."""
 
 import json
 from collections.abc import Mapping
@@ -69,7 +70,8 @@ _STAGE_3 = f"{_ZERO}stage3_"  # what begins so is passed on, too
 
 @setting_reader("deepspeed")
 def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config whose `trainer.deepspeed` has only what is passed on; the rest of it becomes settings.
+    """Return a config whose `trainer.deepspeed` has only what is passed on; the rest of it becomes
+    settings.
 
     Raise ValueError where a setting says otherwise, or for what hocket sets or does not know.
     """

@@ -1,4 +1,5 @@
-"""Very long rows (trainer.gradient_checkpointing=long): what layers keep waits on the CPU, MLPs work in tiles."""
+"""Very long rows (trainer.gradient_checkpointing=long): what layers keep waits on the CPU, MLPs
+work in tiles."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +17,8 @@ TILE = 4096  # positions
 
 @recomputation("long")
 class LongRows(Recomputation):
-    """Keeps the layers' inputs on the CPU; the MLP of each layer computes, and recomputes, TILE positions at a time.
+    """Keeps the layers' inputs on the CPU; the MLP of each layer computes, and recomputes, TILE
+    positions at a time.
 
     The numbers stay the same.
     """

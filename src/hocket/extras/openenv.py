@@ -13,7 +13,8 @@ MAX_SEED = (1 << 31) - 1
 
 @environment("openenv")
 class OpenEnv(Environment):
-    """A session of a server: what the model writes is the field `action` of an action, or all of it as JSON.
+    """A session of a server: what the model writes is the field `action` of an action, or all of it
+    as JSON.
 
     `observation`: the field that the model reads; without one it reads all of them as JSON.
     """

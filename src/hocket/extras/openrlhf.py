@@ -1,4 +1,5 @@
-"""Play agents that were written for OpenRLHF: files with a class AgentInstance, or with a function `step`."""
+"""Play agents that were written for OpenRLHF: files with a class AgentInstance, or with a function
+`step`."""
 
 import importlib.util
 import inspect
@@ -18,7 +19,8 @@ BASES = "openrlhf.utils.agent"
 
 
 class Base:
-    """An agent that begins with the prompt as it is: the class of OpenRLHF that files inherit from."""
+    """An agent that begins with the prompt as it is: the class of OpenRLHF that files inherit
+    from."""
 
     async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
         return states
@@ -37,7 +39,8 @@ def provide_bases() -> None:
 
 @environment("step")
 class StepFile(Environment):
-    """An episode has its own AgentInstance, or, as a lone `step` keeps its state in globals, its own module."""
+    """An episode has its own AgentInstance, or, as a lone `step` keeps its state in globals, its
+    own module."""
 
     def __init__(self, path: str) -> None:
         self._module: Any = load_plugin(path)

@@ -1,4 +1,5 @@
-"""Score completions with a reward model: a sequence classifier of transformers (docs/rewards.md)."""
+"""Score completions with a reward model: a sequence classifier of transformers
+(docs/rewards.md)."""
 
 import asyncio
 import dataclasses
@@ -114,7 +115,8 @@ class ModelReward:
         return scores
 
     def _encoded(self, rollout: Rollout) -> Any:
-        """Tokenize prompt and completion. Raise NoScoreError if they are too long, or the prompt has images."""
+        """Tokenize prompt and completion. Raise NoScoreError if they are too long, or the prompt
+        has images."""
         prompt = rollout.prompt
         if prompt.images:
             raise NoScoreError(

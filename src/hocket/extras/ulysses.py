@@ -1,7 +1,7 @@
 """Sequence parallelism: several ranks compute a row together (Ulysses, arXiv 2309.14509).
 
-Each has a part of its positions, in all layers but attention; for that, an all-to-all gives it all positions of a part
-of the heads. Every rank gets the log-probs of the whole row, and so its loss.
+Each has a part of its positions, in all layers but attention; for that, an all-to-all gives it all
+positions of a part of the heads. Every rank gets the log-probs of the whole row, and so its loss.
 """
 
 import dataclasses

@@ -20,7 +20,8 @@ from hocket.server.errors import ApiError, invalid
 from hocket.server.parts import Server, router, server_part
 
 FOLDER = "uploaded-weights"
-"""Where they are kept, under the server's root, with a server's number; other folders there are left alone."""
+"""Where they are kept, under the server's root, with a server's number; other folders there are
+left alone."""
 SILENCE_S = 60.0
 _NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
 _UPLOAD = re.compile(
@@ -46,7 +47,8 @@ def install(server: Server) -> None:
 
 
 class Uploads:
-    """Versions that are hidden until COMPLETE comes, and broken off after SILENCE_S without data."""
+    """Versions that are hidden until COMPLETE comes, and broken off after SILENCE_S without
+    data."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER  # until it is taken
@@ -118,7 +120,8 @@ class Uploads:
             raise ApiError(408, "body_timeout", message, "send the version again") from error
 
     def _make_room(self, name: str) -> None:
-        """Keep what comes now and, of the others, the newest and the newest complete one: the server may hold it."""
+        """Keep what comes now and, of the others, the newest and the newest complete one: the
+        server may hold it."""
         others = [
             path
             for path in self._folder.glob("*")

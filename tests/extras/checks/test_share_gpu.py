@@ -6,7 +6,7 @@ from typing import Any
 from tests.sync.test_share_gpu import FIRST, UPDATE, Parts
 
 from hocket.errors import ServerError
-from hocket.extras.checks.proof import Proof
+from hocket.extras.checks.verify import Verification
 from hocket.types import Prompt
 
 CHECK = ["offload", "compare", "generate", "sleep 1", "onload", "score", "offload", "wake"]
@@ -15,7 +15,7 @@ CHECK = ["offload", "compare", "generate", "sleep 1", "onload", "score", "offloa
 class Checked(Parts):
     def __init__(self, tmp_path: Path, *settings: str, **options: Any) -> None:
         super().__init__(tmp_path, *settings, **options)
-        proof = Proof(
+        proof = Verification(
             publisher=self.publisher,
             prompts=[Prompt(id="c", token_ids=(1,))],
             trainer=self.world,

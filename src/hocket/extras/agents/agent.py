@@ -1,4 +1,5 @@
-"""Run the user's own code as an episode: a function or a program that asks the model through a URL like OpenAI's."""
+"""Run the user's own code as an episode: a function or a program that asks the model through a URL
+like OpenAI's."""
 
 import asyncio
 import contextlib
@@ -26,14 +27,16 @@ from hocket.errors import ConfigError
 from hocket.extras.agents.task import Task
 
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
-agent = AGENTS.register  # decorator: @agent("name") on a function, plain or async
-MAX_OUTPUT_MIB = 256
-LOOK_S = 1.0  # between checks of its size
+agent = AGENTS.register
+"""Register a function, plain or async, as an agent: @agent("name")."""
+MAX_OUTPUT_MIB = 256  # of stdout and stderr of a program
+LOOK_S = 1.0  # seconds between checks of its size
 
 
 @environment("agent")
 class Agent(Environment):
-    """A function or a program of the user; it returns the reward, a text to score, or None: score the last turn."""
+    """A function or a program of the user; it returns the reward, a text to score, or None: score
+    the last turn."""
 
     keeps_messages = False
 
@@ -48,8 +51,7 @@ class Agent(Environment):
         self.concurrency = concurrency
         self._play: Callable[[Task], Awaitable[Any]]
         if function is not None:
-            called = AGENTS.get(function)
-            self._play = lambda task: invoke(called, task=task)
+            self._play = partial(_call, AGENTS.get(function))
         if command is not None:
             words = shlex.split(command)
             if shutil.which(next(iter(words), "")) is None:
@@ -77,9 +79,13 @@ class Agent(Environment):
         raise TypeError(f"an agent returns a number, text or None, not {type(returned).__name__}")
 
 
+async def _call(function: Callable[..., Any], task: Task) -> Any:
+    return await invoke(function, task=task)
+
+
 async def _run(command: Sequence[str], task: Task) -> float | str | None:
     """Run a program: JSON on stdin, the model in its environment, the result as its last line."""
-    given = {
+    request = {
         "messages": task.messages,
         "text": task.text,
         "answer": task.answer,
@@ -92,13 +98,13 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         "OPENAI_MODEL": task.model,
     }
     variables["PYTHONIOENCODING"] = "utf-8"  # its output is read so
-    # Not pipes: a process that the program leaves running can't keep us waiting for their end.
+    # Files, not pipes: the end of a pipe waits for every process that the program leaves running.
     with (
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as stderr,
     ):
-        stdin.write(json.dumps(given, default=str).encode())
+        stdin.write(json.dumps(request, default=str).encode())
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
             *kill_with_parent(command),
@@ -111,12 +117,12 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         try:
             status = await _status(process, stdout, stderr)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
                 process.terminate()
-            await (
-                process.wait()
-            )  # it has killed what the program left running, unless the program has killed it:
-            with contextlib.suppress(ProcessLookupError):  # then the process group may be left
+            await process.wait()
+            # The process of kill_with_parent has killed what the program left running. Where the
+            # program killed that process first, its group may still run.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if status != 0:
             raise RuntimeError(
@@ -124,9 +130,9 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
             )
         line = last_lines(stdout)
         reward = re.fullmatch(r"reward:\s*(\S+)", line)
-        return (
-            float(reward[1]) if reward else line or None
-        )  # any other line is an answer, even a number
+        if reward:
+            return float(reward[1])
+        return line or None  # any other line is an answer, even a number
 
 
 async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> int:

@@ -1,4 +1,5 @@
-"""Play episodes of the user's own code, which asks the model through an OpenAI-compatible URL that records its calls.
+"""Play episodes of the user's own code, which asks the model through an OpenAI-compatible URL that
+records its calls.
 
 Each has a session on one server, and is played again where that is lost.
 """
@@ -26,25 +27,26 @@ from hocket.rollout.episode import Limits, TokenBudget, most_tokens
 from hocket.rollout.transcript import Transcript, state_of
 from hocket.types import Image, Message, Prompt, Rollout, TurnReward
 
-OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
-GRACE_S = 60.0  # that a session outlives its agent's deadline
-CANCEL_S = 5.0  # that a cancelled agent may take to end
-_ABANDONED = set[
-    "asyncio.Task[Any]"
-]()  # asyncio itself keeps no task from being collected as garbage
+OPENING_TOKENS = 16  # tokens at a prompt's end that hold the opening of a thought
+GRACE_S = 60.0  # seconds that a session outlives its agent's deadline
+CANCEL_S = 5.0  # seconds that a cancelled agent may take to end
+_ABANDONED = set["asyncio.Task[Any]"]()
+"""Agents that did not end: asyncio itself keeps no task from being collected as garbage."""
 UNASKED = AgentRecord(calls=(), cut_off=False)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Agents:
+    """Plays the episodes of an agent, each in a session on one server."""
+
     agent: Playable
     pool: ServerPool
     limits: Limits  # max_turns counts calls, max_length bounds each
-    decode: Callable[[Sequence[int]], str]  # for people
-    budget: TokenBudget  # an agent counts as its prompt and one answer: what it asks is not known
+    decode: Callable[[Sequence[int]], str]  # makes text for people to read
+    budget: TokenBudget  # counts an agent as its prompt and one answer: its calls are not known yet
 
     def __post_init__(self) -> None:
-        self._gate = asyncio.Semaphore(self.agent.concurrency)  # of all batches under way
+        self._gate = asyncio.Semaphore(self.agent.concurrency)  # shared by all batches under way
 
     async def play(self, prompt: Prompt, slot: Slot) -> Rollout:
         """Play one episode; one that fails or is late has an error. Raise only ServerError."""
@@ -60,15 +62,17 @@ class Agents:
         return self._rollout(prompt, slot, error=f"{late}: raise that, or env.concurrency")
 
     async def _episode(self, prompt: Prompt, slot: Slot, tokens: int) -> Rollout:
-        """Play one; keep what was sampled also where the agent fails."""
+        """Play one episode; keep what was sampled also where the agent fails."""
         again = ""
+        # An episode whose server is lost is played again on another, MAX_LOSSES times at most.
         for losses in itertools.count(1):
             member, session = await self._open(slot, tokens)
             close = partial(member.server.close_session, session.id, timeout_s=self.pool.silence_s)
             task = _task(prompt, slot, member.url, session)
             try:
                 returned, error = await self._run(task, slot)
-                error = error and error + again
+                if error:
+                    error += again
             except BaseException:
                 with contextlib.suppress(ServerError):
                     await close()
@@ -83,9 +87,8 @@ class Agents:
                 again = f"; it was played again, as what the model had said was lost: {lost}"
                 if losses == MAX_LOSSES or slot.deadline.over:
                     why = f"{error}; " if error else ""
-                    return self._rollout(
-                        prompt, slot, error=f"{why}what the model said is lost: {lost}"
-                    )
+                    why += f"what the model said is lost: {lost}"
+                    return self._rollout(prompt, slot, error=why)
         unknown = task.rewards.keys() - {call.id for call in record.calls}
         if unknown and error is None:
             error = f"it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
@@ -96,10 +99,11 @@ class Agents:
         prompt: Prompt,
         slot: Slot,
         record: AgentRecord = UNASKED,
-        returned: float | str | None = None,  # by the agent: a reward, or the text to score
+        returned: float | str | None = None,  # the agent's reward, or the text to score
         error: str | None = None,
         rewards: Mapping[str, float] = {},
     ) -> Rollout:
+        """Make the rollout of an episode from the calls that its session recorded."""
         transcripts = join(record.calls, self.decode, rewards)
         if not transcripts:
             # Its reward would not be the policy's, but count in the group's mean.
@@ -111,29 +115,32 @@ class Agents:
             returned = 0.0
             error = None
         if isinstance(returned, str):
-            said = {call.completion.text.strip(): call for call in record.calls if call.completion}
-            call = said.get(returned.strip())
+            # An answer of the model that is returned as it was has the opening of its own prompt.
+            calls = {call.completion.text.strip(): call for call in record.calls if call.completion}
+            call = calls.get(returned.strip())
             transcripts[-1].opening = _opening(call, self.decode) if call else ""
             transcripts[-1].text = returned
-        given = [*rewards.values(), *([returned] if isinstance(returned, float) else [])]
+        values = list(rewards.values())
+        if isinstance(returned, float):
+            values.append(returned)
         return Rollout(
             id=slot.id,
             prompt=prompt,
             sequences=tuple(transcript.sequence() for transcript in transcripts),
-            reward=sum(given) if given else None,
+            reward=sum(values) if values else None,
             error=error and f"agent: {error}",
         )
 
     async def _open(self, slot: Slot, tokens: int) -> tuple[Member, SessionResponse]:
         """Open a session on the server with the fewest tokens in flight, and count these."""
+        seed = seed_of(slot.sampling.seed, slot.number)
+        sampling = slot.sampling.model_copy(update={"seed": seed})
         while True:
             with self.pool.waiting(slot.deadline):
                 up = await self.pool.wait_up()
             member = min(up, key=lambda member: member.in_flight)
             request = SessionRequest(
-                sampling=slot.sampling.model_copy(
-                    update={"seed": seed_of(slot.sampling.seed, slot.number)}
-                ),
+                sampling=sampling,
                 max_length=self.limits.max_length,
                 max_calls=self.limits.max_turns,
                 idle_timeout_s=self.limits.timeout_s + GRACE_S,
@@ -148,28 +155,28 @@ class Agents:
                     raise
 
     async def _run(self, task: Task, slot: Slot) -> tuple[float | str | None, str | None]:
-        """Return what the agent returns, and why it fails."""
-        own_s, left_s = self.limits.timeout_s, slot.deadline.left_s
-        first = f"env.timeout_s={own_s:g}" if own_s <= left_s else "rollout.timeout_s"
+        """Run the agent until the earlier of two deadlines; return its result and its failure."""
+        episode_s = self.limits.timeout_s
+        step_s = slot.deadline.left_s
+        first = f"env.timeout_s={episode_s:g}" if episode_s <= step_s else "rollout.timeout_s"
         running = asyncio.create_task(_contained(self.agent, task))
         try:
-            in_time, _ = await asyncio.wait([running], timeout=min(own_s, left_s))
+            in_time, _ = await asyncio.wait([running], timeout=min(episode_s, step_s))
         finally:  # also where the episode itself is cancelled
             ended = await _cancel(running)
         if not in_time:
-            more = (
-                ""
-                if ended
-                else f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
-            )
-            return None, f"it was not done when {first} had passed{more}"
-        return (None, "it was cancelled") if running.cancelled() else running.result()
+            error = f"it was not done when {first} had passed"
+            if not ended:
+                error += f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
+            return None, error
+        if running.cancelled():
+            return None, "it was cancelled"
+        return running.result()
 
 
 def _task(prompt: Prompt, slot: Slot, url: str, session: SessionResponse) -> Task:
-    messages: Iterable[Message] = copy.deepcopy(
-        prompt.messages or ()
-    )  # others play the same prompt
+    # A copy, as other agents play the same prompt.
+    messages: Iterable[Message] = copy.deepcopy(prompt.messages or ())
     if prompt.images:
         from hocket.common.vision import shown
 
@@ -189,10 +196,12 @@ def _task(prompt: Prompt, slot: Slot, url: str, session: SessionResponse) -> Tas
 def _unanswered(record: AgentRecord) -> str:
     """Say why an agent has no answer of the model, and what to do."""
     if record.cut_off:
-        return "as its prompt leaves no room for one in model.max_length: have it say less, or raise that"
+        advice = "have it say less, or raise that"
+        return f"as its prompt leaves no room for one in model.max_length: {advice}"
     if record.calls:
         return f"as none of its {len(record.calls)} calls was answered: have it wait for the answer"
-    return "as no call of its reached the server: have it raise what its client raises, and ask task.base_url"
+    advice = "have it raise what its client raises, and ask task.base_url"
+    return f"as no call of its reached the server: {advice}"
 
 
 async def _contained(agent: Playable, task: Task) -> tuple[float | str | None, str | None]:
@@ -204,7 +213,8 @@ async def _contained(agent: Playable, task: Task) -> tuple[float | str | None, s
 
 
 async def _cancel(running: "asyncio.Task[Any]") -> bool:
-    """Cancel a task and return whether it has ended; else abandon it until the end of the event loop."""
+    """Cancel a task and return whether it has ended; else abandon it until the end of the event
+    loop."""
     running.add_done_callback(retrieve)
     running.cancel()
     await asyncio.wait([running], timeout=CANCEL_S)
@@ -219,46 +229,48 @@ def join(
     decode: Callable[[Sequence[int]], str],
     rewards: Mapping[str, float] = {},
 ) -> list[Transcript]:
-    """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
+    """Join an agent's calls, in the order in which they began, to sequences; that of the last call
+    comes last.
 
-    A call whose prompt's tokens go on from a sequence extends it; another begins one. Calls that were broken off are
-    left out; every other sampled token is in one sequence, once.
+    A call whose prompt's tokens go on from a sequence extends it; another begins one. Calls that
+    were broken off are left out; every other sampled token is in one sequence, once.
     """
     transcripts: list[Transcript] = []
     for number, call in enumerate(calls):
         if call.completion is None:
             continue
-        asked = array("I", call.prompt_token_ids)
-        begun = [
-            transcript for transcript in transcripts if _begins(transcript, asked, call.images)
-        ]
-        if begun:
-            transcript = max(begun, key=lambda transcript: len(transcript.token_ids))
+        prompt_ids = array("I", call.prompt_token_ids)
+        prefixes = [each for each in transcripts if _is_prefix(each, prompt_ids, call.images)]
+        if prefixes:
+            # The longest prefix goes on: what the prompt has behind it is an observation.
+            transcript = max(prefixes, key=lambda each: len(each.token_ids))
             transcripts.remove(transcript)
-            read = len(transcript.token_ids)
-            told = asked[read:].tolist()
+            start = len(transcript.token_ids)
+            observed_ids = prompt_ids[start:].tolist()
             new = call.images[len(transcript.images) :]
-            images = tuple(dataclasses.replace(image, start=image.start - read) for image in new)
-            transcript.add_observation(told, Observation(text=decode(told)), images)
+            images = tuple(dataclasses.replace(image, start=image.start - start) for image in new)
+            observation = Observation(text=decode(observed_ids))
+            transcript.add_observation(observed_ids, observation, images)
         else:
-            transcript = Transcript(asked, images=call.images)
+            transcript = Transcript(prompt_ids, images=call.images)
         transcript.opening = _opening(call, decode)
         transcript.add_completion(call.completion)
-        own = TurnReward(
-            number,
-            len(call.completion.token_ids),
-            rewards.get(call.id, 0.0),
-            state_of(asked, call.images),
-        )
-        transcript.turn_rewards[-1] = own
+        length = len(call.completion.token_ids)
+        reward = rewards.get(call.id, 0.0)
+        state = state_of(prompt_ids, call.images)
+        transcript.turn_rewards[-1] = TurnReward(number, length, reward, state)
         transcripts.append(transcript)
     return transcripts
 
 
-def _begins(transcript: Transcript, asked: "array[int]", images: Sequence[Image]) -> bool:
-    """Return whether a call's prompt goes on from a sequence: tokens of different images are alike."""
-    starts = asked[: len(transcript.token_ids)] == transcript.token_ids
-    return starts and [*images[: len(transcript.images)]] == transcript.images
+def _is_prefix(transcript: Transcript, prompt_ids: "array[int]", images: Sequence[Image]) -> bool:
+    """Check whether a call's prompt goes on from a sequence.
+
+    Images are compared too, as different images have the same placeholder tokens.
+    """
+    if prompt_ids[: len(transcript.token_ids)] != transcript.token_ids:
+        return False
+    return list(images[: len(transcript.images)]) == transcript.images
 
 
 def _opening(call: AgentCall, decode: Callable[[Sequence[int]], str]) -> str:

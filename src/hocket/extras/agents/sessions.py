@@ -94,42 +94,43 @@ class OpenSession:
         answer_id: str = "",
         images: tuple[Image, ...] = (),
     ) -> SampledCall:
-        """Return a new call that is sampled as the session says; `max_tokens` is the agent's own limit.
+        """Return a new call that is sampled as the session says; `max_tokens` is the agent's own
+        limit.
 
-        Its seed follows from the prompt and the calls with the same prompt before it: simultaneous calls repeat
-        exactly, and so does one that the server ended. Raises ApiError: too many calls, or too long a prompt.
+        Its seed follows from the prompt and the calls with the same prompt before it: simultaneous
+        calls repeat exactly, and so does one that the server ended. Raises ApiError: too many
+        calls, or too long a prompt.
         """
         sampling = self._request.sampling
         if len(self.calls) >= self._request.max_calls:
             self.cut_off = True
             message = f"this session has made its {self._request.max_calls} calls (env.max_turns)"
-            raise ApiError(
-                400,
-                "too_many_calls",
-                message,
-                "have the agent come to an end, or raise env.max_turns",
-            )
+            advice = "have the agent come to an end, or raise env.max_turns"
+            raise ApiError(400, "too_many_calls", message, advice)
         length = len(prompt_token_ids)
         limit = self._request.max_length
         if length >= limit:
             self.cut_off = True
             message = f"{length} prompt tokens leave no room in {limit} (model.max_length)"
-            raise ApiError(
-                400,
-                "context_too_long",
-                message,
-                "have the agent say less, or raise model.max_length",
-            )
+            advice = "have the agent say less, or raise model.max_length"
+            raise ApiError(400, "context_too_long", message, advice)
         most = min(sampling.max_tokens, limit - length, max_tokens)
-        prompt = prompt_token_ids, images
-        taken = {
-            call.number for call in self.calls if (call.prompt_token_ids, call.images) == prompt
-        }
-        number = next(number for number in itertools.count() if number not in taken)
-        parts = number, *prompt_token_ids, *(image.name for image in images)
-        seed = None if sampling.seed is None else seed_of(sampling.seed, *parts)
+        # The lowest number that no other call with this prompt has: a call that the server ended
+        # is forgotten, and repeated with its number.
+        taken = set[int]()
+        for call in self.calls:
+            if call.prompt_token_ids == prompt_token_ids and call.images == images:
+                taken.add(call.number)
+        number = 0
+        while number in taken:
+            number += 1
+        seed = None
+        if sampling.seed is not None:
+            names = [image.name for image in images]
+            seed = seed_of(sampling.seed, number, *prompt_token_ids, *names)
         call = SampledCall(
-            request_id=f"{self.id}-{next(self._begun)}",  # the client's own could be that of another session's call
+            # The client's own id could be that of another session's call.
+            request_id=f"{self.id}-{next(self._begun)}",
             number=number,
             answer_id=answer_id,
             prompt_token_ids=prompt_token_ids,
@@ -144,16 +145,17 @@ class OpenSession:
             raise _no_session("the session was closed, which ends its calls")
 
     def record(self) -> AgentRecord:
-        calls = [
-            AgentCall(
-                id=c.answer_id,
-                prompt_token_ids=tuple(c.prompt_token_ids),
-                images=c.images,
-                seed=c.sampling.seed,
-                completion=c.completion,
+        """Return the calls so far, as the trainer reads them."""
+        calls = []
+        for call in self.calls:
+            recorded_call = AgentCall(
+                id=call.answer_id,
+                prompt_token_ids=tuple(call.prompt_token_ids),
+                images=call.images,
+                seed=call.sampling.seed,
+                completion=call.completion,
             )
-            for c in self.calls
-        ]
+            calls.append(recorded_call)
         return AgentRecord(calls=tuple(calls), cut_off=self.cut_off)
 
     @contextlib.contextmanager
@@ -179,17 +181,13 @@ class OpenSessions:
         self._sessions: dict[str, OpenSession] = {}
 
     def open(self, request: SessionRequest) -> OpenSession:
-        self._sessions = {
-            session.id: session for session in self._sessions.values() if not session.idle
-        }
+        """Open a session. Raise ApiError where there are too many."""
+        active = [session for session in self._sessions.values() if not session.idle]
+        self._sessions = {session.id: session for session in active}
         if len(self._sessions) >= MAX_SESSIONS:
             message = f"there are {MAX_SESSIONS} sessions, which is the limit"
-            raise ApiError(
-                503,
-                "too_many_sessions",
-                message,
-                "DELETE those that have ended, or lower env.concurrency",
-            )
+            advice = "DELETE those that have ended, or lower env.concurrency"
+            raise ApiError(503, "too_many_sessions", message, advice)
         session = OpenSession(request)
         self._sessions[session.id] = session
         return session
@@ -199,14 +197,13 @@ class OpenSessions:
         session = self._sessions.get(session_id)
         if session is None or session.idle:
             self._sessions.pop(session_id, None)
-            raise _no_session(
-                f"there is no session {session_id[:64]!r}: it was deleted, idle for too long, or never there"
-            )
+            reasons = "it was deleted, idle for too long, or never there"
+            raise _no_session(f"there is no session {session_id[:64]!r}: {reasons}")
         session.used = time.monotonic()
         return session
 
     def admits(self, path: str, key: bytes) -> bool:
-        """Return whether this key opens a path: below its session's base URL."""
+        """Check whether this key opens a path; it opens those below its session's base URL."""
         match = _PATH.fullmatch(path)
         session = self._sessions.get(match[1]) if match is not None else None
         return session is not None and hmac.compare_digest(session.key.encode(), key)
@@ -228,7 +225,8 @@ def install(server: Server) -> None:
 
     @routes.post("/sessions")
     async def open_session(request: SessionRequest) -> SessionResponse:
-        """Open a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are recorded."""
+        """Open a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are
+        recorded."""
         engine.require_ready()
         engine.admit(request)
         engine.sampler.check_sampling(request.sampling)
@@ -237,7 +235,7 @@ def install(server: Server) -> None:
 
     @routes.get("/sessions/{session_id}")
     async def read_session(session_id: str) -> AgentRecord:
-        """Return what has been sampled in a session."""
+        """Return the calls that have been sampled in a session."""
         return sessions.get(session_id).record()
 
     @routes.delete("/sessions/{session_id}")
@@ -246,9 +244,8 @@ def install(server: Server) -> None:
         session = sessions.close(session_id)
         record = session.record()
         await vllm_requests.abort(engine.llm, session.running)
-        engine.require_ready(
-            admits={"asleep"}
-        )  # its agent may have taken the failure for an answer
+        # Where the engine has failed, the agent may have taken the failure for an answer.
+        engine.require_ready(admits={"asleep"})
         return record
 
     server.app.include_router(routes)
@@ -261,7 +258,8 @@ def add_forwarding(app: FastAPI, sessions: OpenSessions, model: str, sampler: Sa
 
 
 class Forward:
-    """Send requests to /sessions/ID/v1/... on to vLLM's /v1/..., in that session and with the name `model`."""
+    """Send requests to /sessions/ID/v1/... on to vLLM's /v1/..., in that session and with the name
+    `model`."""
 
     def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str, sampler: Sampler) -> None:
         self._app = app
@@ -272,17 +270,17 @@ class Forward:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         session = self._sessions.get(scope["path_params"]["session_id"])
         route = f"/v1/{scope['path_params']['rest']}"
-        asked = f"{scope['method']} {route}"
-        if asked not in ROUTES:
-            raise ApiError(
-                404, "not_found", f"a session has no {asked}", f"it has {', '.join(ROUTES)}"
-            )
+        request = f"{scope['method']} {route}"
+        if request not in ROUTES:
+            advice = f"it has {', '.join(ROUTES)}"
+            raise ApiError(404, "not_found", f"a session has no {request}", advice)
         message = await receive()  # it has the whole body, if there is one
         message["body"] = await run_in_thread(self._checked, message["body"])
         sample = functools.partial(recording, session, self._sampler)
         vllm_api.SAMPLE.set(sample)  # in the request's own context (main.http_server)
-        scope = {**scope, "path": route, "raw_path": route.encode()}
-        await self._app(scope, replay(message, receive), _watched(send, session))
+        inner = dict(scope)
+        inner.update(path=route, raw_path=route.encode())
+        await self._app(inner, replay(message, receive), _watched(send, session))
 
     def _checked(self, content: bytes) -> bytes:
         """Return a body with the model's name. Raises ApiError where it can't be recorded."""
@@ -302,9 +300,8 @@ def _watched(send: Send, session: OpenSession) -> Send:
     """Return a send that marks the session as cut off where vLLM refuses a prompt as too long."""
 
     async def watched(message: Message) -> None:
-        with contextlib.suppress(
-            ValueError, KeyError, TypeError
-        ):  # it is no error, or one of another kind
+        # Most messages are no error, or one of another kind.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             error = json.loads(message["body"])["error"]
             session.cut_off |= error["param"] in TOO_LONG or NO_ROOM in error["message"]
         await send(message)
@@ -324,9 +321,8 @@ def recording(
     vllm_requests.refuse_constraints(params)
     images = sampler.image_reader.places(prompt)
     if request_id.startswith("cmpl-"):
-        request_id = request_id.removesuffix(
-            "-0"
-        )  # the number of the prompt, which the answer's id lacks
+        # "-0" is the number of the prompt, which the answer's id lacks.
+        request_id = request_id.removesuffix("-0")
     call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens, request_id, images)
 
     def sample() -> AsyncGenerator[Any, None]:
@@ -353,10 +349,9 @@ async def recorded(
                     (done,) = output.outputs
                     if done.finish_reason == "abort":
                         break
-                    new = [
-                        entry[i].logprob
-                        for i, entry in zip(done.token_ids, done.logprobs, strict=True)
-                    ]
+                    new = []
+                    for token_id, by_token in zip(done.token_ids, done.logprobs, strict=True):
+                        new.append(by_token[token_id].logprob)
                     check_finite(new)
                     token_ids += done.token_ids
                     logprobs += new
@@ -374,7 +369,7 @@ async def recorded(
                     return
         sample()  # raises another reason, if there is one
         message = (
-            "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
-            "can't be taken back: set sync.in_flight=keep"
+            "generation was aborted as new weights came (sync.in_flight=abort), and what was "
+            "streamed can't be taken back: set sync.in_flight=keep"
         )
         raise ApiError(503, "aborted", message, "or have the agent ask again")

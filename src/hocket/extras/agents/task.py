@@ -1,4 +1,4 @@
-"""What an agent is given, and what plays it."""
+"""Describe an episode to an agent (Task), and what can play one (Playable)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,17 @@ from hocket.types import Message
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an agent is given."""
+    """An episode as an agent gets it: the prompt, and access to the policy."""
 
-    messages: Sequence[Message]  # () where the source gave plain text
+    messages: Sequence[Message]  # the prompt's chat; () where the source gave plain text
     text: str  # the last user message, or the plain text
-    answer: str | None  # the reference
+    answer: str | None  # the reference answer
     meta: Mapping[str, Any]  # the row's other columns
     seed: int  # the same in every run with these settings
-    base_url: str  # of the policy, for any OpenAI client, as the next two
-    api_key: str
-    model: str
-    rewards: dict[str, float] = dataclasses.field(default_factory=dict)  # by call
+    base_url: str  # URL of the policy, for any OpenAI client
+    api_key: str  # key to this episode's session at that URL
+    model: str  # name of the policy there
+    rewards: dict[str, float] = dataclasses.field(default_factory=dict)  # rewards by call id
 
     def reward(self, value: float, call: str) -> None:
         """Add to the reward of a call, by the `id` of its answer (algorithm.credit)."""
@@ -27,9 +27,9 @@ class Task:
 
 
 class Playable(Protocol):
-    """What runs as an episode of its own, beside others."""
+    """Code that plays whole episodes, several at a time."""
 
-    concurrency: int  # of its episodes
+    concurrency: int  # most episodes at a time
 
     async def run(self, task: Task) -> float | str | None:
-        """Play one; return the reward, a text to score, or None: score the last turn."""
+        """Play an episode; return the reward, a text to score, or None: score the last turn."""

@@ -1,4 +1,5 @@
-"""Checks of servers and rollouts against the trainer: what servers hold and compute (proof.py), draws (sampling.py)."""
+"""Checks of servers and rollouts against the trainer: what servers hold and compute (verify.py),
+draws (sampling.py)."""
 
 from hocket.observe.metrics import Metric, metric_table
 

@@ -2,7 +2,7 @@
 
 A comparison is vLLM's own reload in which every layer ends in a comparison, not a copy: what the
 engine fuses, shards or packs is compared in that form. It proves that the model computes with what
-a load of the source gives. That this and the export are right, the log-probs prove (proof.py).
+a load of the source gives. That this and the export are right, the log-probs prove (verify.py).
 
 vLLM's own `compute_weight_checksums` before and after another load would need no private function,
 but sees parameters only. On a CPU vLLM packs every matrix into a copy that is none: the lies
@@ -129,7 +129,8 @@ class _LayerComparison:
 
 
 def _loaded_in_place(worker: Any) -> dict[str, Any]:
-    """Find the parameters that vLLM's reload overwrites, not replaces; a buffer may come from no file."""
+    """Find the parameters that vLLM's reload overwrites, not replaces; a buffer may come from no
+    file."""
     from vllm.model_executor.model_loader.reload import meta
 
     parameters = {}
@@ -142,7 +143,8 @@ def _loaded_in_place(worker: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Blank tensors for a load; then add the names of those that differ, and put back their values."""
+    """Blank tensors for a load; then add the names of those that differ, and put back their
+    values."""
     import torch
 
     before = {}
@@ -161,7 +163,8 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
-    """Check whether a packed matrix is this one: products with 1 are exact, but for subnormal numbers."""
+    """Check whether a packed matrix is this one: products with 1 are exact, but for subnormal
+    numbers."""
     import torch
 
     num_columns = weight.shape[1]

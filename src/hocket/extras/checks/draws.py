@@ -21,7 +21,8 @@ def draws(config: Config) -> TokenStatistics | None:
 
 
 class Draws(TokenStatistics):
-    """Sums over a batch that `sampling.farthest` compares with what independent draws from p give."""
+    """Sums over a batch that `sampling.farthest` compares with what independent draws from p
+    give."""
 
     def of_tokens(
         self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor
@@ -34,9 +35,11 @@ class Draws(TokenStatistics):
     def sums(
         self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
     ) -> dict[str, Tensor]:
-        """Sum −log p − entropy and Var(log p) over unbiased samples, and add what `certain_odds` lacks.
+        """Sum −log p − entropy and Var(log p) over unbiased samples, and add what `certain_odds`
+        lacks.
 
-        That is Σ log(1 + 1/7 / p) over sequences whose tokens are the likeliest, which not each p above 1/2 tells.
+        That is Σ log(1 + 1/7 / p) over sequences whose tokens are the likeliest, which not each p
+        above 1/2 tells.
         """
         variance_bt, highest_bt = of_tokens
         greedy_bt = (-logprobs_bt).where(logprobs_bt >= highest_bt, -torch.inf)

@@ -1,8 +1,10 @@
-"""Check the rollouts of a step before anything is learnt from them: log-probs, draws, and what an answer claims.
+"""Check the rollouts of a step before anything is learnt from them: log-probs, draws, and what an
+answer claims.
 
-Of tokens drawn from p, the sum D of −log p(token) − H(p) has mean 0 and the variance V = Σ Var(log p), whatever came
-before each token. A colder draw has D < 0, and −D / V is about the share by which its temperature is lower. Training
-measures both on its way, of what it trains on; of all prompts, a lot is compared.
+Of tokens drawn from p, the sum D of −log p(token) − H(p) has mean 0 and the variance V = Σ Var(log
+p), whatever came before each token. A colder draw has D < 0, and −D / V is about the share by which
+its temperature is lower. Training measures both on its way, of what it trains on; of all prompts, a
+lot is compared.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.data.text import turn_text
 from hocket.errors import differ
 from hocket.extras.checks.draws import DRAWN
-from hocket.extras.checks.proof import Proof, as_samples
+from hocket.extras.checks.verify import Verification, as_samples
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.rewards.base import REWARDS
 from hocket.run_part import Joined, RunPart, run_part
@@ -42,7 +44,7 @@ LONGEST = 1024  # steps
 class SamplingCheck(RunPart):
     """Compare rollouts with the trainer; those of stale weights are left out."""
 
-    proof: Proof
+    proof: Verification
     temperature: float  # of training's samples
     eval_temperature: float
     share: float  # of prompts that are compared before the step
@@ -61,7 +63,8 @@ class SamplingCheck(RunPart):
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
         """Return sampling/* of each prompt's rollouts, before a step that `trains` on some.
 
-        None: of an evaluation, whose rollouts are all compared. Raise SyncError, or warn, where they fail.
+        None: of an evaluation, whose rollouts are all compared. Raise SyncError, or warn, where
+        they fail.
         """
         if trains is None:
             return await self._evaluated(groups)
@@ -72,7 +75,8 @@ class SamplingCheck(RunPart):
         return self._max_gap
 
     async def _evaluated(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
-        """Check an evaluation's rollouts whose log-probs are of training's temperature; of greedy tokens they are of 1.
+        """Check an evaluation's rollouts whose log-probs are of training's temperature; of greedy
+        tokens they are of 1.
 
         Returns eval/* metrics. Greedy tokens are no draw: they have no eval/z.
         """
@@ -145,9 +149,10 @@ class SamplingCheck(RunPart):
 
 @run_part("checks")
 def checks(run: Joined) -> RunPart:
-    """Make the proof and, unless sync.check_share is 0, the check of rollouts, which hands over to the proof."""
+    """Make the proof and, unless sync.check_share is 0, the check of rollouts, which hands over to
+    the proof."""
     config = run.config
-    proof = Proof(
+    proof = Verification(
         publisher=run.publisher,
         prompts=run.prompts[:PROOF_PROMPTS],
         trainer=run.trainer,
@@ -201,7 +206,8 @@ def contradiction(
 ) -> str:
     """Say where an answer of one turn contradicts its tokens; "" if nowhere.
 
-    `ends` are the ids of the tokens that end an answer, `stop` strings that do: the engine's text ends before them.
+    `ends` are the ids of the tokens that end an answer, `stop` strings that do: the engine's text
+    ends before them.
     """
     start = len(sequence.mask) - sequence.mask[::-1].index(False)
     token_ids = list(sequence.token_ids[start:])  # after an environment's, if there are such
@@ -225,9 +231,11 @@ def contradiction(
 
 
 def equal_pairs(groups: Sequence[Sequence[Rollout]]) -> Metrics:
-    """Return how many pairs of a prompt's rollouts have equal tokens, and an unbiased estimate of their number.
+    """Return how many pairs of a prompt's rollouts have equal tokens, and an unbiased estimate of
+    their number.
 
-    Two draws are equal with the probability Σ p², the mean of p over rollouts; less often where an environment answers.
+    Two draws are equal with the probability Σ p², the mean of p over rollouts; less often where an
+    environment answers.
     """
     equal, expected = 0, 0.0
     for rollouts in groups:
@@ -245,10 +253,11 @@ def equal_pairs(groups: Sequence[Sequence[Rollout]]) -> Metrics:
 
 
 def certain_odds(answers: Sequence[TokenSequence]) -> float:
-    """Return the log of how much likelier these answers are if an eighth of them is greedy, or a number below it.
+    """Return the log of how much likelier these answers are if an eighth of them is greedy, or a
+    number below it.
 
-    Σ log(7/8 + 1/8 · g); g is 1 / p(answer) where it is greedy, else 0, and its mean is 1. A token of more than 1/2 is
-    the likeliest; of other answers the trainer adds what it finds.
+    Σ log(7/8 + 1/8 · g); g is 1 / p(answer) where it is greedy, else 0, and its mean is 1. A token
+    of more than 1/2 is the likeliest; of other answers the trainer adds what it finds.
     """
     greedy = [-math.fsum(one.logprobs) for one in answers if min(one.logprobs) > math.log(0.5)]
     return len(answers) * math.log(7 / 8) + float(
@@ -257,10 +266,12 @@ def certain_odds(answers: Sequence[TokenSequence]) -> float:
 
 
 def farthest(rows: MetricsHistory, group_size: int) -> Metrics:
-    """Return how far draws are from what is expected, in standard errors, in that part of the run where most.
+    """Return how far draws are from what is expected, in standard errors, in that part of the run
+    where most.
 
-    Parts are the last 1, 2, 4, ... steps: what begins late is not hidden by what came before. The errors are those of
-    Bernstein's inequality, as one rare token, or one completion that all others equal, may be most of a sum.
+    Parts are the last 1, 2, 4, ... steps: what begins late is not hidden by what came before. The
+    errors are those of Bernstein's inequality, as one rare token, or one completion that all others
+    equal, may be most of a sum.
     """
     found = {
         "sampling/z": 0.0,

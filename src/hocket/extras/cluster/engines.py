@@ -1,4 +1,5 @@
-"""Write the files that run a config on SLURM, Ray or Kubernetes, the user's from then on, and submit them."""
+"""Write the files that run a config on SLURM, Ray or Kubernetes, the user's from then on, and
+submit them."""
 
 import functools
 import json
@@ -49,7 +50,8 @@ class Layout(NamedTuple):
 
 
 def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) -> Layout:
-    """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError where it can't be."""
+    """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError where it can't
+    be."""
     if gpus_per_node < 0:
         raise ConfigError(f"--gpus-per-node={gpus_per_node} must be 1 or more, or 0 for CPUs only")
     if gpus_per_node == 0 or servers * gpus_per_server + ranks <= gpus_per_node:
@@ -83,9 +85,11 @@ def render(
     root: Path,
     python: str,
 ) -> tuple[Layout, Path, dict[str, str]]:
-    """Return the layout, the folder (`output`, or launch/ENGINE in the run folder) and its files, by name.
+    """Return the layout, the folder (`output`, or launch/ENGINE in the run folder) and its files,
+    by name.
 
-    They run in `root`, hocket's checkout, with the interpreter `python`. Raise ConfigError where no engine can do it.
+    They run in `root`, hocket's checkout, with the interpreter `python`. Raise ConfigError where no
+    engine can do it.
     """
     given, _ = read_settings(settings)
     size = given.launch

@@ -1,6 +1,8 @@
-"""Refuse files (Landlock) and system calls (seccomp) to this process, then run a command. Standard library only.
+"""Refuse files (Landlock) and system calls (seccomp) to this process, then run a command. Standard
+library only.
 
-Arguments: number of the call seccomp, its filter in hexadecimal, the only paths to be seen (a:b; none: all), command.
+Arguments: number of the call seccomp, its filter in hexadecimal, the only paths to be seen (a:b;
+none: all), command.
 """
 
 import ctypes

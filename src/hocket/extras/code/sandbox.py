@@ -1,7 +1,9 @@
-"""Run a Python program that a model wrote, contained: without network, files or environment of this machine (Linux).
+"""Run a Python program that a model wrote, contained: without network, files or environment of this
+machine (Linux).
 
-In namespaces of the kernel it sees Python, the system's libraries and a folder in memory. Where they can't be made (in
-most containers), Landlock shows it the same files, and it writes none. A filter of system calls refuses the rest.
+In namespaces of the kernel it sees Python, the system's libraries and a folder in memory. Where
+they can't be made (in most containers), Landlock shows it the same files, and it writes none. A
+filter of system calls refuses the rest.
 """
 
 import errno
@@ -100,7 +102,8 @@ class Ending(NamedTuple):
 def run(
     code: str, stdin: str = "", timeout_s: float = 10.0, *, limits_only: bool = False
 ) -> Ending:
-    """Run a program; when this returns, nothing of it is left. Raise ConfigError where it can't be contained."""
+    """Run a program; when this returns, nothing of it is left. Raise ConfigError where it can't be
+    contained."""
     source = code.replace("\0", "").encode("utf-8", "replace")
     if len(source) > MAX_CODE:
         return Ending(1, "", f"the program has more than {MAX_CODE:,} bytes")
@@ -153,7 +156,8 @@ def _start_of(file: IO[bytes]) -> str:
 
 @functools.cache
 def _first_in_line() -> list[str]:
-    """Return the beginning of a command that runs before a thousand processes, where root may have that."""
+    """Return the beginning of a command that runs before a thousand processes, where root may have
+    that."""
     chrt = ["chrt", "--reset-on-fork", "--fifo", "1"]
     with suppress(FileNotFoundError):
         if subprocess.run([*chrt, "true"], capture_output=True, check=False).returncode == 0:
@@ -163,7 +167,8 @@ def _first_in_line() -> list[str]:
 
 @functools.cache
 def way(limits_only: bool = False) -> list[str]:
-    """Return the beginning of a command that contains a program, up to prlimit. Raise ConfigError if there is none.
+    """Return the beginning of a command that contains a program, up to prlimit. Raise ConfigError
+    if there is none.
 
     `limits_only`: only drop the rights that can be dropped.
     """
@@ -200,7 +205,8 @@ def _first(*ways: list[str]) -> list[str]:
 
 
 def _confine(refused: str, seen: Sequence[str] = ()) -> list[str]:
-    """Return the command that refuses these system calls, and all files but the `seen`, to another."""
+    """Return the command that refuses these system calls, and all files but the `seen`, to
+    another."""
     try:
         import pyseccomp as seccomp
     except (ImportError, RuntimeError) as error:

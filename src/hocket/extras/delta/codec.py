@@ -58,7 +58,8 @@ def base_of(folder: Path) -> str:
 def patch(files: Path, folder: Path) -> None:
     """Change the safetensors files of one folder by the delta file of another, in place; once only.
 
-    Raises OSError, ValueError, KeyError or SafetensorError; the files are then neither the old nor the new version.
+    Raises OSError, ValueError, KeyError or SafetensorError; the files are then neither the old nor
+    the new version.
     """
     with safe_open(folder / DELTA_FILE, framework="pt") as changes:
         left = set(changes.keys())

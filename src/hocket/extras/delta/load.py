@@ -54,7 +54,8 @@ class PatchedCopy:
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def patched(self, folder: Path, described: protocol.Manifest, held: Held | None) -> Path:
-        """Return a folder with all tensors of a version. Raises ApiError, also where its base is not held."""
+        """Return a folder with all tensors of a version. Raises ApiError, also where its base is
+        not held."""
         from hocket.extras.delta import (
             codec as delta,
         )  # with torch, which the server imports in parallel to its engine

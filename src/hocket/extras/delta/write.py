@@ -15,7 +15,8 @@ from hocket.sync.versions import Versions, WrittenVersion
 
 @transport("delta")
 def by_delta(sending: Sending, *, full_every: Annotated[int, Field(ge=1)] = 50) -> Transport:
-    """Send what has changed; of `full_every` versions one is whole, and those that a server can't patch are, too."""
+    """Send what has changed; of `full_every` versions one is whole, and those that a server can't
+    patch are, too."""
     return sending.disk(write=DeltaWriter(sending.versions, full_every).write)
 
 

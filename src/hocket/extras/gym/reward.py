@@ -3,19 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hocket.extras.gym.rows import made
+from hocket.extras.gym.rows import task_dataset
 from hocket.rewards.base import reward
 from hocket.rewards.builtin import after_thought, column
 
 
 @reward("gym", imports=("reasoning_gym",))
 def gym(completion: str, meta: Mapping[str, Any], opening: str = "", tag: str = "") -> float:
-    """Return the task's score, 0 to 1, of the answer after the thought, or of what stands in <tag> there."""
+    """Return the task's score, 0 to 1, of the answer after the thought, or of what stands in <tag>
+    there."""
     row = column(meta, "gym")
-    dataset = made(row["task"], row["options"])
-    said = after_thought(completion, opening).strip()
+    dataset = task_dataset(row["task"], row["options"])
+    answer = after_thought(completion, opening).strip()
     if tag:
         from reasoning_gym.utils import extract_answer
 
-        said = extract_answer(said, tag) or ""
-    return float(dataset.score_answer(said, dataset[row["index"]]))
+        answer = extract_answer(answer, tag) or ""
+    return float(dataset.score_answer(answer, dataset[row["index"]]))

@@ -62,7 +62,8 @@ class Service:
         await self._http.aclose()
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> str:
-        """Return what it answers. Raise RetryError without an answer, or for a status in `again`."""
+        """Return what it answers. Raise RetryError without an answer, or for a status in
+        `again`."""
         content = json.dumps(body, default=str).encode()
         proxy = proxy_of(url) if self.uses_proxies else ""
         through = proxy and f" through the proxy {proxy}"

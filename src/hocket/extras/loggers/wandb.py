@@ -1,4 +1,5 @@
-"""Log to Weights & Biases, or to Trackio, which keeps runs on this machine behind the same interface."""
+"""Log to Weights & Biases, or to Trackio, which keeps runs on this machine behind the same
+interface."""
 
 import os
 from collections.abc import Mapping

@@ -88,7 +88,8 @@ NUM_WAYS = 3
 
 
 class Needs:
-    """What a run needs on one machine; sizes in bytes. Raise ConfigError where its GPUs can't be divided."""
+    """What a run needs on one machine; sizes in bytes. Raise ConfigError where its GPUs can't be
+    divided."""
 
     def __init__(
         self, config: Config, num_gpus: int, gpu: Gpu, stage: Objective | None = None
@@ -302,7 +303,8 @@ def ways_out(
 def report(
     arguments: Sequence[str], num_gpus: int | None, size: str | None, stage: Objective | None = None
 ) -> Iterator[str]:
-    """Yield the lines of a plan, of `train` or a stage; without a number or size, for the GPUs that are here.
+    """Yield the lines of a plan, of `train` or a stage; without a number or size, for the GPUs that
+    are here.
 
     Raise ConfigError for an unknown card.
     """

@@ -1,4 +1,5 @@
-"""What is trained without servers, each by the command of its name: a loss and a data source on the trainer."""
+"""What is trained without servers, each by the command of its name: a loss and a data source on the
+trainer."""
 
 from typing import Any
 
@@ -13,7 +14,8 @@ STAGES: Registry[Any] = Registry(
     rm="hocket.extras.stages.rm",
     dpo="hocket.extras.stages.dpo",
 )
-"""Classes of `driver.Stage`, whose arguments are the keys that a section has beside those of StageConfig."""
+"""Classes of `driver.Stage`, whose arguments are the keys that a section has beside those of
+StageConfig."""
 
 
 def stage_of(command: str, section: StageConfig) -> Any:

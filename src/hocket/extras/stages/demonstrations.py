@@ -1,7 +1,9 @@
-"""Turn rows, a prompt with its response or a conversation, into token ids, and say which are taught.
+"""Turn rows, a prompt with its response or a conversation, into token ids, and say which are
+taught.
 
-Each turn of the assistant is taught, with the token that ends it, as the template writes it last, behind the messages
-so far. Where a template writes an earlier turn otherwise, a sample of its own begins.
+Each turn of the assistant is taught, with the token that ends it, as the template writes it last,
+behind the messages so far. Where a template writes an earlier turn otherwise, a sample of its own
+begins.
 """
 
 import functools
@@ -49,7 +51,8 @@ def texts_of(samples: Iterable[Sequence[Passage]]) -> list[str]:
 def fitting(
     what: str, rows: Sequence[T], lengths: Sequence[int], data: DataConfig, max_length: int
 ) -> list[T]:
-    """Return the rows that are short enough, and say how many are not; raise DataError if none is."""
+    """Return the rows that are short enough, and say how many are not; raise DataError if none
+    is."""
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
     too_long = f"more than {max_length} tokens, the model's context or model.max_length; the longest has {max(lengths)}"
     advice = "shorten them, or raise model.max_length, at most to the model's context"

@@ -1,4 +1,5 @@
-"""Direct preference optimisation: what is chosen gets likelier than what is rejected, compared with a reference."""
+"""Direct preference optimisation: what is chosen gets likelier than what is rejected, compared with
+a reference."""
 
 import dataclasses
 import functools
@@ -71,7 +72,8 @@ def pair_loss(
 ) -> LossOutput:
     """Return the batch's share of the mean of `losses` over pairs.
 
-    h = log π(chosen) / ref(chosen) − log π(rejected) / ref(rejected), of sums or means over tokens; simpo: without ref.
+    h = log π(chosen) / ref(chosen) − log π(rejected) / ref(rejected), of sums or means over tokens;
+    simpo: without ref.
     """
     del entropy_bt
     logps_p2 = pairs.sums(logprobs_bt, batch)

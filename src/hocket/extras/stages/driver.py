@@ -159,7 +159,8 @@ class _Task(NamedTuple):
 
 
 def _check(task: _Task) -> None:
-    """Say what would be trained, and raise for what shows without weights: rows or memory that do not fit."""
+    """Say what would be trained, and raise for what shows without weights: rows or memory that do
+    not fit."""
     config, _, stage, objective, rows, held_out = task
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = config.trainer if device.type == "cuda" else config.trainer.unmeasured()
@@ -310,7 +311,8 @@ def _shown(row: Unit, tokenizer: Any) -> str:
 
 
 class Units:
-    """Refuse to resume a checkpoint on other rows; it has what was measured of them before the first step, too."""
+    """Refuse to resume a checkpoint on other rows; it has what was measured of them before the
+    first step, too."""
 
     def __init__(self, name: str, samples: Sequence[TrainSample]) -> None:
         self._name = name

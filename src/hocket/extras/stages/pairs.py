@@ -1,4 +1,5 @@
-"""Pairs of completions behind one prompt, a chosen and a rejected one: their samples, sums and metrics."""
+"""Pairs of completions behind one prompt, a chosen and a rejected one: their samples, sums and
+metrics."""
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ def sample(sequence: TokenSequence, **numbers: float) -> TrainSample:
 
 
 def sums(values_bt: Tensor, batch: TrainBatch) -> Tensor:
-    """Return the sums over sequences of numbers that are 0 where no token is trained: [pairs, (chosen, rejected)]."""
+    """Return the sums over sequences of numbers that are 0 where no token is trained: [pairs,
+    (chosen, rejected)]."""
     values_t = values_bt[0].double()
     sums_n = torch.zeros_like(values_t).index_add(0, batch.sample_bt[0], values_t)
     num = len(batch.places)  # 0 in a rank's last micro-batch; a rehearsal's may be odd

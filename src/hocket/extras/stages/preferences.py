@@ -1,7 +1,8 @@
-"""Turn preferences, TRL's columns prompt, chosen, rejected and maybe margin, into pairs of sequences.
+"""Turn preferences, TRL's columns prompt, chosen, rejected and maybe margin, into pairs of
+sequences.
 
-Where chosen and rejected are whole conversations, the prompt is the messages with which both begin. Of what is behind
-it, the turns of the assistant are taught.
+Where chosen and rejected are whole conversations, the prompt is the messages with which both begin.
+Of what is behind it, the turns of the assistant are taught.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ def load_preferences(
 ) -> list[Preference]:
     """Return the pairs that are short enough.
 
-    `whole`: behind the last token is all that a chat template writes there, without a template not even EOS.
+    `whole`: behind the last token is all that a chat template writes there, without a template not
+    even EOS.
     """
     renderer = renderer_of(data, tokenizer)
     end = renderer.end_of_turn()

@@ -1,4 +1,5 @@
-"""Reward models: a score at the last token, by which chosen completions lie above rejected ones (Bradley-Terry)."""
+"""Reward models: a score at the last token, by which chosen completions lie above rejected ones
+(Bradley-Terry)."""
 
 import dataclasses
 import functools
@@ -29,7 +30,8 @@ from hocket.types import TokenSequence, TrainSample
 
 
 class RewardModel(ScalarModel):
-    """A sequence classifier with one output; behind its last attention it computes only the positions that are read."""
+    """A sequence classifier with one output; behind its last attention it computes only the
+    positions that are read."""
 
     scores = True
 
@@ -97,7 +99,8 @@ class RmOptions(Stage):
 
 
 def _read(sequence: TokenSequence, pad: int | None, margin: float) -> TrainSample:
-    """Return what the reward `reward_model` reads, without padding, and train on what it says at the last token."""
+    """Return what the reward `reward_model` reads, without padding, and train on what it says at
+    the last token."""
     ids = sequence.token_ids[:]
     while ids[-1] == pad:
         ids.pop()
@@ -109,7 +112,8 @@ def _read(sequence: TokenSequence, pad: int | None, margin: float) -> TrainSampl
 
 
 def comparison_loss(scores_bt: Tensor, batch: TrainBatch, options: RmOptions) -> LossOutput:
-    """Return the batch's share of the mean over pairs of −log σ(r_w − r_l − margin) + center_coef (r_w + r_l)².
+    """Return the batch's share of the mean over pairs of −log σ(r_w − r_l − margin) + center_coef
+    (r_w + r_l)².
 
     r_w and r_l are the scores of chosen and rejected; the second term is of arXiv 2312.09244.
     """

@@ -1,4 +1,5 @@
-"""Let the model call the tools of MCP servers, over stdio or streamable HTTP (docs/environments.md)."""
+"""Let the model call the tools of MCP servers, over stdio or streamable HTTP
+(docs/environments.md)."""
 
 import asyncio
 import contextlib
@@ -22,11 +23,11 @@ from hocket.config.sections import Names
 from hocket.envs.base import LostError, Tool
 from hocket.errors import ConfigError
 
-LIST_S = 30.0  # to start, and for each answer, of a server that is asked for its tools
-RETRY_S = 0.5
-MAX_PAGES = 100  # of a list of tools
-NUM_LINES = 5  # of a lost server's stderr, in the error
-MAX_STDERR = 1 << 20  # bytes that are kept of it
+LIST_S = 30.0  # seconds that a server may take to start, and for each page of its list of tools
+RETRY_S = 0.5  # seconds until a call is made again
+MAX_PAGES = 100  # pages of a list of tools
+NUM_LINES = 5  # lines of a lost server's stderr that its error shows
+MAX_STDERR = 1 << 20  # bytes of stderr that are kept
 
 
 class UnaskedError(LostError):
@@ -41,9 +42,10 @@ class McpServer:
         command: str | None = None,
         url: str | None = None,
         env: Names = (),  # variables that the command gets, beside PATH, HOME and the like
-        headers: dict[str, str] = {},  # noqa: B006 - only read; by name the variable that holds its value
+        # For each header the name of the variable that holds its value.
+        headers: dict[str, str] = {},  # noqa: B006 - only read
         session: Literal["episode", "shared"] = "episode",
-        tools: Names = (),  # (): all
+        tools: Names = (),  # tools that the model sees; (): all
     ) -> None:
         if (command is None) == (url is None):
             raise ValueError("set either command or url of a server in env.mcp")
@@ -56,9 +58,9 @@ class McpServer:
         try:
             listed = run(self._listed())
         except (LostError, TimeoutError) as error:
-            what = str(error) or f"{self} lists no tools within {LIST_S:g} s"
+            problem = str(error) or f"{self} lists no tools within {LIST_S:g} s"
             raise ConfigError(
-                f"env.mcp: {what}; try by hand whether it starts, or answers at that URL"
+                f"env.mcp: {problem}; try by hand whether it starts, or answers at that URL"
             ) from error
         unknown = set(tools) - listed.keys()
         if unknown:
@@ -97,16 +99,19 @@ class ServerTools:
     def __init__(self, server: McpServer) -> None:
         self._server = server
         self._session: Session | None = None
-        self.tools = {
-            name: Tool(schema, partial(self._call, name)) for name, schema in server.schemas.items()
-        }
+        self.tools: dict[str, Tool] = {}
+        for name, schema in server.schemas.items():
+            self.tools[name] = Tool(schema, partial(self._call, name))
 
     async def close(self) -> None:
         if self._session is not None and self._server.shared is None:
             self._session.closing.set()
 
     async def _call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> str:
-        """Return what a tool answers, as text; a server that is gone has as long to come back."""
+        """Call a tool and return its answer as text.
+
+        A server that is gone has `seconds` to come back; a call that it did not get is repeated.
+        """
         end = time.monotonic() + seconds
         while True:
             if self._session is None or self._session.lost:
@@ -123,11 +128,12 @@ class ServerTools:
 
 
 class Session:
-    """A session, in a task of its own that opens it, within `seconds`, and closes it; once lost it is of no use."""
+    """A session, in a task of its own that opens it, within `seconds`, and closes it; once lost it
+    is of no use."""
 
     def __init__(self, server: McpServer, seconds: float) -> None:
         self._server = server
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - of a command, as long as the session
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the session
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.closing = asyncio.Event()
         self.task = asyncio.create_task(self._keep(seconds))
@@ -150,9 +156,8 @@ class Session:
                 )
                 transport = stdio_client(parameters, errlog=self._stderr)
             else:
-                http = await stack.enter_async_context(
-                    AsyncClient(headers=self._server.headers, timeout=None)
-                )
+                client_of_headers = AsyncClient(headers=self._server.headers, timeout=None)
+                http = await stack.enter_async_context(client_of_headers)
                 transport = streamable_http_client(
                     self._server.url, http_client=http, max_sse_event_size=None
                 )
@@ -162,9 +167,10 @@ class Session:
             await self.closing.wait()
 
     async def ask(self, seconds: float, method: str, *arguments: Any, **named: Any) -> Any:
-        """Return what a method of the client does within `seconds`, once the session is open.
+        """Call a method of the client, once the session is open, and wait `seconds` for its result.
 
-        Raise ValueError for wrong arguments of a tool, UnaskedError where it did not receive them, else LostError.
+        Raise ValueError for wrong arguments of a tool, UnaskedError where it did not receive them,
+        else LostError.
         """
         from mcp.types import INVALID_PARAMS
 
@@ -185,42 +191,46 @@ class Session:
             raise await self._loss(error) from error
 
     async def _loss(self, error: BaseException) -> LostError:
-        """Close the session; return why it is lost."""
+        """Close the session; return the error that says why it is lost."""
         from httpx2 import ConnectError
 
         self.closing.set()
         await asyncio.wait({self.task}, timeout=RETRY_S)
         if self.task.done() and not self.task.cancelled():
             error = self.task.exception() or error
-        refused = BaseExceptionGroup("", [error]).split(ConnectError)[1] is None
+        # The call did not arrive where the session never opened, or no connection came about. An
+        # episode's own session holds state, which a new session would not have.
+        _, others = BaseExceptionGroup("", [error]).split(ConnectError)
+        refused = others is None
         unasked = not self._client.done() or (refused and self._server.shared is not None)
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        why = " | ".join(
-            filter(None, [f"{type(error).__name__}: {error}", last_lines(self._stderr, NUM_LINES)])
-        )
+        why = f"{type(error).__name__}: {error}"
+        lines = last_lines(self._stderr, NUM_LINES)
+        if lines:
+            why += f" | {lines}"
         proxy = proxy_of(self._server.url or "")
-        through = proxy and f" (asked through the proxy {proxy})"
-        return (UnaskedError if unasked else LostError)(f"{self._server} is lost{through}: {why}")
+        through = f" (asked through the proxy {proxy})" if proxy else ""
+        kind = UnaskedError if unasked else LostError
+        return kind(f"{self._server} is lost{through}: {why}")
 
 
 @functools.cache
 def _server(settings: str) -> McpServer:
-    """Return the server of these settings, in JSON; there is one in a process."""
-    return McpServer(
-        **options_of("an MCP server", McpServer, json.loads(settings), section="env.mcp")
-    )
+    """Make the server of these settings, which are JSON; once in a process."""
+    options = options_of("an MCP server", McpServer, json.loads(settings), section="env.mcp")
+    return McpServer(**options)
 
 
-def connection(given: Mapping[str, Any]) -> ServerTools:
-    """Return what an episode has of a server."""
+def connection(settings: Mapping[str, Any]) -> ServerTools:
+    """Make the tools that an episode has of a server, or take those that all episodes share."""
     need("env.mcp", "mcp")
-    server = _server(json.dumps(given, sort_keys=True))
+    server = _server(json.dumps(settings, sort_keys=True))
     return server.shared or ServerTools(server)
 
 
 def _value(variable: str) -> str:
-    """Return that of an environment variable, never shown where its name is a secret's."""
+    """Read an environment variable; its value is never shown where the name is a secret's."""
     value = os.environ.get(variable)
     if value is None:
         raise ConfigError(

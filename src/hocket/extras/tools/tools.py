@@ -1,4 +1,5 @@
-"""Let the model call Python functions; each result, or error, goes back to it as a message (docs/environments.md)."""
+"""Let the model call Python functions; each result, or error, goes back to it as a message
+(docs/environments.md)."""
 
 import asyncio
 import functools
@@ -23,7 +24,7 @@ from hocket.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MAX_RESULT = 4000  # characters of what a program prints
+MAX_RESULT = 4000  # characters that are kept of the output of a program
 TOOLS: Registry[Callable[..., Any]] = Registry("tool")
 
 
@@ -39,7 +40,8 @@ def tool(function: F) -> F:
 
 @environment("tools")
 class Tools(Environment):
-    """The model calls tools until it answers without a call; `parser` is vLLM's word for how it writes one."""
+    """The model calls tools until it answers without a call; `parser` is vLLM's word for how it
+    writes one."""
 
     gives_reward = False
 
@@ -49,14 +51,15 @@ class Tools(Environment):
         tools: Annotated[Names, Field(min_length=1)] = (),
         mcp: Annotated[tuple[dict[str, Any], ...], or_one] = (),  # servers
         call_timeout_s: Annotated[float, Field(gt=0)] = 30.0,
-        tool_seconds: Annotated[float, Field(gt=0)] = math.inf,  # of all calls of an episode
-        max_result: Annotated[int, Field(ge=1)] = 16_000,  # characters
+        tool_seconds: Annotated[float, Field(gt=0)] = math.inf,  # for all calls of an episode
+        max_result: Annotated[int, Field(ge=1)] = 16_000,  # characters of a result
     ) -> None:
         if "python" in tools:
-            _sandbox().way()  # now, not as an error of each call
-        self._connections: list[Any] = [*map(connection, mcp)]
+            _sandbox().way()  # raises now, and not in each call
+        self._connections: list[Any] = [connection(server) for server in mcp]
         all_tools = [(name, _tool(TOOLS.get(name))) for name in tools]
-        all_tools += (item for one in self._connections for item in one.tools.items())
+        for server_tools in self._connections:
+            all_tools += server_tools.tools.items()
         self._tools = dict(all_tools)
         if not self._tools:
             raise ValueError("it has no tools: name some under tools, or servers under mcp")
@@ -65,17 +68,16 @@ class Tools(Environment):
                 "two tools have the same name: choose among those of a server by its option tools"
             )
         self.step_timeout_s = call_timeout_s
-        self.toolbox = Toolbox(
-            parser=parser, tools=tuple(dict(tool.schema) for tool in self._tools.values())
-        )
+        schemas = [dict(tool.schema) for tool in self._tools.values()]
+        self.toolbox = Toolbox(parser=parser, tools=tuple(schemas))
         self._num_calls = 0
-        self._given_s = self._left_s = tool_seconds
+        self._budget_s = tool_seconds
+        self._remaining_s = tool_seconds
         self._max_result = max_result
-        self.metrics: dict[str, float] = {
-            f"tool/{name}/{what}": 0.0
-            for name in self._tools
-            for what in ("calls", "errors", "seconds")
-        }
+        self.metrics: dict[str, float] = {}
+        for name in self._tools:
+            for kind in ("calls", "errors", "seconds"):
+                self.metrics[f"tool/{name}/{kind}"] = 0.0
 
     async def step(self, action: Action) -> Step:
         if not action.tool_calls:
@@ -87,10 +89,11 @@ class Tools(Environment):
             await cancel(messages)
 
     async def close(self) -> None:
-        for one in self._connections:
-            await one.close()
+        for server_tools in self._connections:
+            await server_tools.close()
 
     async def _message(self, call: ToolCall) -> Message:
+        """Make the message that answers a call, and count the call."""
         self._num_calls += 1
         name = call.id or f"call{self._num_calls:05}"  # nine characters: some templates insist
         content: Any = f"error: there is no tool {call.name!r}, only {', '.join(self._tools)}"
@@ -98,19 +101,20 @@ class Tools(Environment):
             start = time.monotonic()
             content = await self._result(call)
             seconds = time.monotonic() - start
-            self._left_s -= seconds
-            counted = {"calls": 1, "errors": str(content).startswith("error: "), "seconds": seconds}
-            for what, value in counted.items():
-                self.metrics[f"tool/{call.name}/{what}"] += value
-        if isinstance(content, str) and len(content) > self._max_result:
-            content = f"{content[: self._max_result]}\n[cut after {self._max_result} of {len(content)} characters]"
+            self._remaining_s -= seconds
+            self.metrics[f"tool/{call.name}/calls"] += 1
+            self.metrics[f"tool/{call.name}/errors"] += str(content).startswith("error: ")
+            self.metrics[f"tool/{call.name}/seconds"] += seconds
+        most = self._max_result
+        if isinstance(content, str) and len(content) > most:
+            content = f"{content[:most]}\n[cut after {most} of {len(content)} characters]"
         return {"role": "tool", "tool_call_id": name, "name": call.name, "content": content}
 
     async def _result(self, call: ToolCall) -> str | list[dict[str, Any]]:
-        """Return what a call gives, or why it fails."""
-        seconds = min(self.step_timeout_s, self._left_s)
+        """Return the result of a call, or its error as text. Raise LostError alone."""
+        seconds = min(self.step_timeout_s, self._remaining_s)
         if seconds <= 0:
-            return f"error: the {self._given_s:g} s for tools are used up"
+            return f"error: the {self._budget_s:g} s for tools are used up"
         try:
             arguments = json.loads(call.arguments)
             if not isinstance(arguments, dict):
@@ -118,11 +122,9 @@ class Tools(Environment):
             result = await self._tools[call.name].call(arguments, seconds)
             if type(result).__module__.startswith("PIL."):  # the model sees what a tool draws
                 return [{"type": "image", "image": result}]
-            return (
-                result
-                if isinstance(result, str)
-                else json.dumps(result, ensure_ascii=False, default=str)
-            )
+            if isinstance(result, str):
+                return result
+            return json.dumps(result, ensure_ascii=False, default=str)
         except LostError:
             raise
         except TimeoutError:

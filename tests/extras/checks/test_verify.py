@@ -12,7 +12,7 @@ import pytest
 
 import hocket
 from hocket.errors import ServerError, SyncError
-from hocket.extras.checks.proof import UNDECIDED, Proof, Scored, missing_share
+from hocket.extras.checks.verify import UNDECIDED, Scored, Verification, missing_share
 from hocket.types import Prompt
 from support import fakes, publishing
 from support.publishing import METRICS, NOT_HELD, SLOW, UNABLE, A, B, C
@@ -24,7 +24,7 @@ class World(publishing.World):
     alarmed: bool = False
 
     def __post_init__(self) -> None:
-        self.proof = Proof(
+        self.verification = Verification(
             publisher=self.sync,
             prompts=[Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))],
             trainer=self.trainer,  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ class World(publishing.World):
             sync=self.config.sync,
             alarmed=lambda: self.alarmed,
         )
-        self.sync.parts = [self.proof]
+        self.sync.parts = [self.verification]
 
 
 def make(*settings: str, **options: Any) -> World:
@@ -117,7 +117,7 @@ async def test_without_a_schedule_the_first_two_versions_are_checked_and_those_a
 
 async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_check_is_taken_out() -> None:
     world = await make_up("sync.check_every=1", "sync.max_logprob_gap=0.2")
-    world.proof._noises = [0.04]
+    world.verification._noises = [0.04]
     world.trainer.gaps = [0.02, 0.03]
     metrics = await world.sync.publish()
     assert metrics["sync/logprob_gap"] == pytest.approx(0.03)
@@ -255,4 +255,4 @@ def test_only_what_both_versions_sampled_behind_the_same_tokens_is_compared() ->
 def test_a_proof_takes_the_prompts_whose_images_have_room_in_one_request() -> None:
     prompts = [Prompt(id="p", token_ids=(9,), images=(fakes.image(bytes(15 << 20)),)) for _ in range(4)]
     parts: dict[str, Any] = dict.fromkeys(("publisher", "trainer", "rollout", "sync", "alarmed"))
-    assert [*Proof(prompts=[Prompt(id="t", token_ids=(1,)), *prompts], **parts).prompts[1:]] == prompts[:2]
+    assert [*Verification(prompts=[Prompt(id="t", token_ids=(1,)), *prompts], **parts).prompts[1:]] == prompts[:2]

@@ -1,7 +1,8 @@
 """Prove that servers compute with the trainer's weights.
 
-A check has three parts, as none sees every error: the model holds the published tensors, bit for bit; log-probs of
-completions that the server samples are the trainer's; and new weights moved them as they moved the trainer's.
+A check has three parts, as none sees every error: the model holds the published tensors, bit for
+bit; log-probs of completions that the server samples are the trainer's; and new weights moved them
+as they moved the trainer's.
 """
 
 import asyncio
@@ -49,8 +50,9 @@ ScoredAnswer = list[list[Scored]]  # of each prompt
 
 
 @dataclasses.dataclass
-class Proof(RunPart):
-    """Check servers against the trainer. A failure raises SyncError or, with on_mismatch=warn, is said."""
+class Verification(RunPart):
+    """Check servers against the trainer. A failure raises SyncError or, with on_mismatch=warn, is
+    said."""
 
     publisher: Publisher
     prompts: Sequence[Prompt]
@@ -76,7 +78,8 @@ class Proof(RunPart):
         ]
 
     def is_due(self, version: int) -> bool:
-        """Return whether to check: every check_every-th, after an alarm, and the next after either."""
+        """Return whether to check: every check_every-th, after an alarm, and the next after
+        either."""
         every = self.sync.check_every
         if (every and version % every == 0) or self.alarmed():
             self._last_due = version + 1
@@ -213,12 +216,14 @@ def _scored(sequence: TokenSequence, trainer: Sequence[float]) -> list[Scored]:
 
 
 def missing_share(before: ScoredAnswer, now: ScoredAnswer, noise: float) -> tuple[float, float]:
-    """Return which share of the trainer's change the server's log-probs lack, and its standard error.
+    """Return which share of the trainer's change the server's log-probs lack, and its standard
+    error.
 
-    With the same seeds, completions of two versions begin with the same tokens; those count. With the trainer's change
-    Δ and the gap g = server − trainer, the share is −Σ (g_before + g_now) sign Δ / Σ |Δ|: 0 where every update arrived,
-    1 and more one version behind. The trainer's rounding, in g and in Δ, cancels over both versions. The error is inf
-    where Δ is mostly rounding (`noise`: a mean |gap| without other cause), or of few tokens.
+    With the same seeds, completions of two versions begin with the same tokens; those count. With
+    the trainer's change Δ and the gap g = server − trainer, the share is −Σ (g_before + g_now) sign
+    Δ / Σ |Δ|: 0 where every update arrived, 1 and more one version behind. The trainer's rounding,
+    in g and in Δ, cancels over both versions. The error is inf where Δ is mostly rounding (`noise`:
+    a mean |gap| without other cause), or of few tokens.
     """
     gaps = []
     changes = []
