@@ -38,6 +38,7 @@ OPTIONS = {
     "curriculum",
     "discover",
     "float32_head",
+    "history",
     "lora",
     "memory",
     "mixture",

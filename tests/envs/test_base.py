@@ -37,8 +37,8 @@ async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the
 
 
 async def test_the_environment_that_the_docstring_shows_plays_as_it_stands(tmp_path: Path) -> None:
-    with plugged(tmp_path, shown(base, "import random"), (ENVIRONMENTS, "guess")):
-        guess = bind("guess", {"highest": 1})()
+    with plugged(tmp_path, shown(base, "import random"), (ENVIRONMENTS, "guess_number")):
+        guess = bind("guess_number", {"highest": 1})()
         shows = await guess.reset(Prompt(id="p", token_ids=(1,)), 0)
         steps = [await guess.step(action(text)) for text in ("2", "0", "1")]
     assert shows == Observation(text="Guess, 0 to 1: ", max_tokens=4)

@@ -15,8 +15,8 @@ MEANT = (
     Row(
         "rollout/collect.py",
         "order",
-        "zip(*(done[group][sample] for sample in range(plan.group_size)), strict=True)",
-        "zip(*done[group].values(), strict=True)",
+        "[open_group.ended[number] for number in range(plan.group_size)]",
+        "list(open_group.ended.values())",
         "a group's rollouts in the order in which they end",
     ),
     Row(
@@ -148,8 +148,8 @@ MEANT = (
     Row(
         "data/mixture.py",
         "exhausted",
-        "del left[name]",
-        "del left[next(iter(left))]",
+        "del weights[source]",
+        "del weights[next(iter(weights))]",
         "another source than the exhausted one is left out",
     ),
     Row(

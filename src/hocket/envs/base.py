@@ -101,7 +101,7 @@ class Environment:
         from hocket.envs import Action, Environment, Observation, Step, environment
 
 
-        @environment("guess")
+        @environment("guess_number")
         class Guess(Environment):
             def __init__(self, highest: int = 9) -> None:  # the option env.highest
                 self.highest = highest
