@@ -288,4 +288,4 @@ ROWS: dict[str, tuple[type, ...]] = {
     "skipped/step_N.json": (KeptBatch, KeptSample),
     "owner.json": (Owner,),
 }
-"""File → the types of what it holds. Of metrics.jsonl docs/metrics.md has the keys."""
+"""File -> the types of what it holds. docs/metrics.md has the keys of metrics.jsonl."""

@@ -216,15 +216,16 @@ class ServerPool:
         while not self.up and (self.members or not self.is_listed):
             waited = time.monotonic() - start
             names = " or ".join(f"{member.url} ({member.reason})" for member in self.members)
-            what = f"waiting for {names or f'a server ({self.not_found})'}"
+            waiting = f"waiting for {names or f'a server ({self.not_found})'}"
             if waited > self.start_timeout_s:
                 raise ServerError(
-                    f"gave up after {waited:.0f} s of {what}. Start one with `{program()} serve CONFIG`, "
-                    f"correct server.urls or server.discover, or raise server.start_timeout_s",
+                    f"gave up after {waited:.0f} s of {waiting}. Start one with "
+                    f"`{program()} serve CONFIG`, correct server.urls or server.discover, or raise "
+                    "server.start_timeout_s",
                     code="timeout",
                 )
             self.on_wait(
-                f"{what}; if none is starting, start one: {program()} serve CONFIG", waited
+                f"{waiting}; if none is starting, start one: {program()} serve CONFIG", waited
             )
             await asyncio.sleep(POLL_S)
             await self.look_at_all()

@@ -45,19 +45,17 @@ class Prompts(Sequence[Prompt]):
 
 def digest_of(prompt: Prompt) -> str:
     """Return a hash of a prompt's place, tokens, answer and pictures."""
-    pictures = (image.name for image in prompt.images)
-    return sha256_of_text(repr([prompt.id, tuple(prompt.token_ids), prompt.answer, *pictures]))[:16]
+    images = (image.name for image in prompt.images)
+    return sha256_of_text(repr([prompt.id, tuple(prompt.token_ids), prompt.answer, *images]))[:16]
 
 
 def key_of(prompt: Prompt) -> str:
     """Return a hash of what is asked, without the system's words, and of the answer."""
-    said = [
-        message["content"] for message in prompt.messages or () if message["role"] != "system"
-    ] or [prompt.text]
-    words = [str(text).split() for text in said]
-    return sha256_of_text(repr([words, prompt.answer, [image.name for image in prompt.images]]))[
-        :16
-    ]
+    messages = prompt.messages or ()
+    texts = [message["content"] for message in messages if message["role"] != "system"]
+    words = [str(text).split() for text in texts or [prompt.text]]
+    images = [image.name for image in prompt.images]
+    return sha256_of_text(repr([words, prompt.answer, images]))[:16]
 
 
 def sha256_of_text(text: str) -> str:

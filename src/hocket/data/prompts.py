@@ -43,19 +43,22 @@ def load_prompts(
     tools: ToolSchemas = (),
     source: str = "",
 ) -> tuple[Prompts, list[int]]:
-    """Return the prompts that are short enough, none cut, and the token counts of all; `source`: of data.sources."""
+    """Load the prompts that are short enough; none is cut.
+
+    `source` is the name of one of data.sources. Returns the prompts, and the token counts of all
+    rows, also of those that are too long.
+    """
     renderer = renderer_of(data, tokenizer, tools)
-    if "</think>" in [
-        token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-    ]:
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    if any(token.special and token.content == "</think>" for token in added_tokens):
         raise DataError(
             "the tokenizer has </think> as a special token: no reward would see a thought end; set "
             '"special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
         )
     if opening := renderer.missing_opening():
         advice = f"{{% if add_generation_prompt %}}{{{{ {opening!r} }}}}{{% endif %}}"
-        what = f"the chat template begins the model's turn with {opening!r}, but ends no prompt so"
-        raise DataError(f"{what}; add {advice} at the end of the template")
+        fact = f"the chat template begins the model's turn with {opening!r}, but ends no prompt so"
+        raise DataError(f"{fact}; add {advice} at the end of the template")
 
     origin: tuple[object, ...] | None = None
     content = None  # the code of a renderer that is not hocket's may change
@@ -65,7 +68,7 @@ def load_prompts(
         template = tokenizer.chat_template
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
         day = DAY.strftime("%F") if "strftime_now" in str(template) else None
-        known = (
+        decided_by = (
             source,
             content,
             settings,
@@ -75,7 +78,7 @@ def load_prompts(
             tokenizers.fingerprint(tokenizer),
         )
         origin = (
-            *known,
+            *decided_by,
             *renderer.origin(columns_of(row, [data.prompt_column]) for _, row in read_rows(data)),
         )
 
@@ -162,10 +165,8 @@ def in_parts(
         if len(problems) > NUM_SHOWN:
             lines.append(f"  ... and {len(problems) - NUM_SHOWN} more")
         advice = "; repair or remove them" if len(problems) < num_rows else ""
-        what = (
-            f"{len(problems)} of {num_rows} rows of {data.source} can't be used{advice} ({unit}):"
-        )
-        raise DataError("\n".join([what, *lines]))
+        fact = f"{len(problems)} of {num_rows} rows of {data.source} can't be used{advice}"
+        raise DataError("\n".join([f"{fact} ({unit}):", *lines]))
     if not num_rows:
         raise DataError(f"{data.source} has no rows")
 

@@ -28,7 +28,7 @@ COLUMNS = (
     "error",
     "note",
 )
-"""Of a table of rollouts."""
+"""Columns of a table of rollouts."""
 TABLES = {"step": "rollouts", "eval": "eval/rollouts"}
 Table = list[list[Any]]
 
@@ -134,11 +134,11 @@ class InThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            one = self._make()
-            self._say(f"logger {self.name}: {one.where}")
+            logger = self._make()
+            self._say(f"logger {self.name}: {logger.where}")
         except BaseException as error:  # noqa: BLE001 - some end the process
             return self.report("can't be used, and the run goes on without it", error)
-        for call in self._calls(one):
+        for call in self._calls(logger):
             try:
                 call()
             except BaseException as error:  # noqa: BLE001 - the same

@@ -12,7 +12,7 @@ from hocket.config.sections import markdown_table
 from hocket.types import Group
 
 PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
-"""Of time/step, in order; the rest is `other`."""
+"""Phases of time/step, in order; what is left of it is `other`."""
 
 
 NUM_ENTROPIES = 8

@@ -152,10 +152,10 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
         parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
     # There is no such parser, it lacks a package or token, or a tool is none of OpenAI's API.
     except (KeyError, ImportError, RuntimeError, ValueError) as error:
-        known = ", ".join(ToolParserManager.list_registered())
+        parsers = ", ".join(ToolParserManager.list_registered())
         message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
         raise invalid(
-            message, f"vLLM has the parsers {known}; each tool is as in OpenAI's API"
+            message, f"vLLM has the parsers {parsers}; each tool is as in OpenAI's API"
         ) from error
     request = parser.adjust_request(request)
 

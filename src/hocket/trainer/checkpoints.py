@@ -388,13 +388,13 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if self._copied is None:
             return
         # A metric that was not finite is None, and a checkpoint keeps numbers only.
-        known = {name: value for name, value in metrics.items() if value is not None}
+        numbers = {name: value for name, value in metrics.items() if value is not None}
 
         state = {
             "step": step,
             "config": self._config.as_dict(),
             "day": str(DAY),
-            "metrics": {name: value for name, value in known.items() if math.isfinite(value)},
+            "metrics": {name: value for name, value in numbers.items() if math.isfinite(value)},
             "trainer": self._copied,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
