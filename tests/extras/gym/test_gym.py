@@ -70,7 +70,7 @@ class TestWithThePackage:
             rows(*settings)
 
     def test_the_reward_is_the_scorer_of_the_task(self) -> None:
-        score = bind("gym", RewardSpec()).made()
+        score = bind("gym", RewardSpec()).make()
         tagged = bind("gym", RewardSpec(tag="answer")).made()
         for row in rows("chain_sum")[:5]:
             meta = json.loads(json.dumps({"gym": row["gym"]}))  # as a replay reads it
