@@ -71,7 +71,7 @@ class TestWithThePackage:
 
     def test_the_reward_is_the_scorer_of_the_task(self) -> None:
         score = bind("gym", RewardSpec()).make()
-        tagged = bind("gym", RewardSpec(tag="answer")).made()
+        tagged = bind("gym", RewardSpec(tag="answer")).make()
         for row in rows("chain_sum")[:5]:
             meta = json.loads(json.dumps({"gym": row["gym"]}))  # as a replay reads it
             assert score(f" {row['answer']}\n", meta) == 1
