@@ -224,7 +224,7 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
     assert max(step["staleness/max"] for step in steps) <= 2
     assert max(step["staleness/mean"] for step in steps) > 0  # they did run ahead
     first, *rows = map(json.loads, (last.dir / "ledger.jsonl").read_text().splitlines())
-    assert first == {"step": 0, "num_prompts": num_prompts}
+    assert first == {"format": 1, "step": 0, "num_prompts": num_prompts}
     assert sorted(row["draw"] for row in rows) == list(range(num_steps * per_step))
     for epoch in range(epochs):
         mine = [row for row in rows if row["epoch"] == epoch]

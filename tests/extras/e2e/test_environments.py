@@ -140,7 +140,7 @@ def check_that_selected_rows_are_what_was_sampled(run: Path) -> None:
     lines = (line for file in (run / "rollouts").glob("step_*.jsonl") for line in file.read_text().splitlines())
     sampled = {(tuple(row["token_ids"]), tuple(map(bool, row["mask"]))) for row in map(json.loads, lines)}
     assert len(rows) > 40
-    assert {(row.token_ids, row.mask) for row in rows} <= sampled
+    assert {(tuple(row.token_ids), row.mask) for row in rows} <= sampled
 
 
 @pytest.mark.parametrize(("name", "steps", "rise", "more"), [("guess", 16, 0.08, SOON), ("calculator", 18, 0.1, ())])
