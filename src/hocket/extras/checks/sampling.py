@@ -1,7 +1,7 @@
 """Check the rollouts of a step before anything is learnt from them: log-probs, draws, and what an
 answer claims.
 
-Of tokens drawn from p, the sum D of −log p(token) − H(p) has mean 0 and the variance V = Σ Var(log
+For tokens drawn from p, the sum D of −log p(token) − H(p) has mean 0 and the variance V = Σ Var(log
 p), whatever came before each token. A colder draw has D < 0, and −D / V is about the share by which
 its temperature is lower. Training measures both on its way, of what it trains on; of all prompts, a
 lot is compared.

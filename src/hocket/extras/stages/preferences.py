@@ -2,7 +2,7 @@
 sequences.
 
 Where chosen and rejected are whole conversations, the prompt is the messages with which both begin.
-Of what is behind it, the turns of the assistant are taught.
+Behind it, the turns of the assistant are taught.
 """
 
 import dataclasses
