@@ -69,8 +69,7 @@ async def measure(
     from hocket.server.engine import Engine
 
     engine = Engine(llm, model=config.model.path, root=config.sync_root, timeout_s=60.0, template={})
-    app = await vllm_api.openai_app(llm, args)
-    door = assemble(app, engine, host=config.server.host, token=config.token)
+    door = assemble(engine, arguments=args, host=config.server.host, token=config.token).guard
     await engine.start()
     server = uvicorn.Server(uvicorn.Config(door, port=config.server.port, log_level="warning"))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]

@@ -44,8 +44,8 @@ from support.processes import free_port
 SERVE = """
 import sys
 from hocket.commands import cli
-from hocket.server import vllm_api
-vllm_api.ROUTES |= {"/pause", "/resume", "/collective_rpc"}  # not let through otherwise; the floor needs them
+from hocket.extras.openai_api import routes
+routes.ROUTES |= {"/pause", "/resume", "/collective_rpc"}  # not let through otherwise; the floor needs them
 sys.exit(cli.main(sys.argv[1:]))
 """
 DEVELOPMENT: dict[str, Any] = {

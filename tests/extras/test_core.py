@@ -39,10 +39,9 @@ for module in pkgutil.walk_packages(hocket.__path__, "hocket."):
     if module.name != "hocket.server.worker":  # it ends with the process that has started an engine
         importlib.import_module(module.name)
 import unittest.mock
-from fastapi import FastAPI
 from hocket.server.app import assemble
 
-assemble(FastAPI(), unittest.mock.MagicMock(), host="127.0.0.1", token=None)
+assemble(unittest.mock.MagicMock(), host="127.0.0.1", token=None)
 from hocket.commands.runs import train
 from hocket.config import load
 

@@ -79,7 +79,7 @@ async def test_of_an_address_s_idle_connections_the_oldest_goes(monkeypatch: pyt
 
 async def test_of_too_many_endless_requests_without_the_token_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hocket.extras.public.MAX_CONNECTIONS", 3)
-    async with public(free="/hold") as door:
+    async with public(free=("/hold",)) as door:
         asked = [await door.sent(b"GET /hold HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(20)]
         other, _ = await door.sent(WHOLE)
         await answered(other, b"401")

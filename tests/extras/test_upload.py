@@ -7,7 +7,6 @@ from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from fastapi import FastAPI
 
 from hocket.extras.upload import FOLDER as FOLDERS
 from hocket.extras.upload import Uploads
@@ -142,7 +141,7 @@ async def test_an_upload_may_be_large_but_needs_the_token(tmp_path: Path, monkey
     engine.root, engine.expected = tmp_path, AsyncMock()
     engine.require_ready = Mock(side_effect=failed)  # it must be sent weights that work all the same
     path, body, root = f"/upload/{NAME}/model.safetensors", b"x" * (2 << 20), tmp_path / FOLDER
-    async with asking(wrap(FastAPI(), engine, token="correct-horse")) as http:
+    async with asking(wrap(engine, token="correct-horse")) as http:
         assert (await http.put(path, content=body)).status_code == 401
         assert not root.exists()
         http.headers["Authorization"] = "Bearer correct-horse"

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest
 from hocket.server import errors
@@ -72,7 +71,7 @@ def engine(sampler: Any) -> FakeEngine:
 @pytest.fixture
 async def http(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient, None]:
     monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 2 << 20)
-    door = wrap(FastAPI(), engine)
+    door = wrap(engine)
     async with asking(door) as client:
         yield client
 

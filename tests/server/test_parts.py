@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 
 from hocket.common.registry import load_plugins
 from hocket.server import parts
@@ -25,7 +24,7 @@ def example(tmp_path: Path) -> Iterator[None]:
 
 
 async def test_a_user_s_part_adds_a_route_behind_the_token(example: None) -> None:
-    async with asking(wrap(FastAPI(), idle_engine(), token="t")) as client:
+    async with asking(wrap(idle_engine(), token="t")) as client:
         assert (await client.get("/served")).status_code == 401
         answer = await client.get("/served", headers={"Authorization": "Bearer t"})
     assert answer.json() == {"model": "m"}

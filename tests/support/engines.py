@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 import transformers
-from fastapi import FastAPI
 from safetensors.torch import save_file
 
 from hocket.config import load
@@ -301,7 +300,7 @@ def make_engine(llm: Any, *overrides: str) -> Any:
         share_gpu=config.launch.share_gpu,
         template={},
     )
-    wrap(FastAPI(), engine)  # which brings the ways of the weights
+    wrap(engine)  # which brings the ways of the weights
     return engine
 
 
@@ -316,9 +315,11 @@ def idle_engine() -> Any:
     return engine
 
 
-def wrap(app: Any, engine: Any, *, token: str | None = None) -> Any:
-    """The whole app around a fake engine."""
-    return assemble(app, engine, host="127.0.0.1", token=token)
+def wrap(engine: Any, *routes: Any, token: str | None = None) -> Any:
+    """The server around a fake engine, with these routes beside its own."""
+    server = assemble(engine, host="127.0.0.1", token=token)
+    server.app.router.routes.extend(routes)
+    return server.guard
 
 
 def asking(app: Any) -> httpx.AsyncClient:

@@ -1,7 +1,8 @@
-"""hocket's routes, beside vLLM's OpenAI-compatible ones and behind the same middleware."""
+"""hocket's routes, and the parts of the server, behind one guard."""
 
 import contextlib
 import functools
+from argparse import Namespace
 from collections.abc import AsyncIterator, Collection, Sequence
 
 from fastapi import APIRouter, FastAPI, Request
@@ -10,6 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from hocket import protocol
+from hocket.common.environment import version_of
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, http_error
 from hocket.server.generate import Job
@@ -18,32 +20,37 @@ from hocket.server.parts import PARTS, Handler, Server, router
 
 
 def assemble(
-    app: FastAPI,
     engine: Engine,
     *,
     host: str,
     token: str | None,
+    arguments: Namespace | None = None,
     image_hosts: Collection[str] = (),
-) -> Guard:
-    """Add hocket's routes to vLLM's app, and put the guard in front of all routes.
+    max_requests: int = 1024,
+) -> Server:
+    """Build the app: hocket's routes, then those of the server's parts, behind the guard.
 
-    Returns the guard, which is the ASGI app to serve.
+    `arguments` are the engine's. Returns the server, whose guard is the ASGI app to serve.
     """
-    guard = Guard(app, host=host, token=token)
+    app = FastAPI(title="hocket", version=version_of("hocket") or "0", redoc_url=None)
     app.include_router(_routes(engine))
+    server = Server(
+        app=app,
+        engine=engine,
+        guard=Guard(app, host=host, token=token),
+        arguments=arguments or Namespace(),
+        image_hosts=image_hosts,
+        max_requests=max_requests,
+    )
 
     # Each part of the server adds its routes, checks and abilities.
-    server = Server(app=app, engine=engine, guard=guard, image_hosts=image_hosts)
     for install in PARTS.each():
         install(server)
 
     # All refusals have one form.
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, http_error)
-    # vLLM has built the middleware already, without our handlers. Without it, the first request
-    # builds it again.
-    app.middleware_stack = None
-    return guard
+    return server
 
 
 class _UnparsedRoute(APIRoute):
@@ -62,8 +69,22 @@ def _routes(engine: Engine) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> protocol.Health:
-        """Report the server's state and weight version. No other route works without the token."""
+        """Report the server's state and weight version, with 200 whatever they are."""
         return engine.health()
+
+    @routes.get("/ready", response_model=protocol.Health)
+    async def ready() -> Response:
+        """Answer with 200 while the server can generate, and with 503 else: for load balancers."""
+        state = engine.health()
+        can_generate = state.status in ("ready", "updating")
+        return _health(state, 200 if can_generate else 503)
+
+    @routes.get("/live", response_model=protocol.Health)
+    async def live() -> Response:
+        """Answer with 503 once only a restart helps, and with 200 else: for supervisors."""
+        state = engine.health()
+        is_lost = state.error is not None and state.error.code not in protocol.CURABLE
+        return _health(state, 503 if is_lost else 200)
 
     async def generate(request: Request, body: protocol.GenerateRequest) -> Response:
         """Sample completions of each prompt, with every token's log-prob and weight version."""
@@ -84,6 +105,10 @@ def _routes(engine: Engine) -> APIRouter:
     routes.post("/heartbeat")(engine.heartbeat)
     routes.post("/reload_weights")(engine.reload)
     return routes
+
+
+def _health(state: protocol.Health, status: int) -> Response:
+    return Response(state.model_dump_json(), status_code=status, media_type="application/json")
 
 
 async def _all(

@@ -1,7 +1,7 @@
 """Refuse requests in the same form on every route: status, code, message and hint."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import pydantic
@@ -30,17 +30,24 @@ class ApiError(HocketError):
         404
     """
 
-    def __init__(self, status: int, code: str, message: str, hint: str) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        hint: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self._headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
         message = encodable(message[:2000])
         self.body = ErrorBody(code=code, message=message, hint=encodable(hint[:2000]))
 
     def response(self) -> JSONResponse:
         """Make the answer to the request."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
         content = ErrorResponse(error=self.body).model_dump()
-        return JSONResponse(content, status_code=self.status, headers=headers)
+        return JSONResponse(content, status_code=self.status, headers=self._headers)
 
 
 def invalid(message: str, hint: str, *, code: str = "invalid_request") -> ApiError:

@@ -27,6 +27,7 @@ from hocket.errors import ConfigError, ServerError, program, remedy
 from hocket.protocol import CURABLE
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
+from hocket.server.parts import PARTS
 from hocket.server.vllm_api import LOOK_S
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ def serve(config: Config) -> None:
         prepare_environment(server.tensor_parallel_size, threads)
         bound_nccl(config.sync.bucket_timeout_s)
         load_plugins(server.plugins)
+
+        # Import the server's parts: some name modules that are imported while the engine loads.
+        list(PARTS.each())
 
         # Load the model. A signal ends the process at once until the event loop takes signals over.
         _on_signals(_end_at_once)
@@ -241,7 +245,7 @@ async def _serve(
     from hocket.server.app import assemble
     from hocket.server.engine import Engine
 
-    # Build the engine, vLLM's app with hocket's routes, and the HTTP server around it.
+    # Build the engine, the app with its routes, and the HTTP server around it.
     engine = Engine(
         llm,
         model=config.model.path,
@@ -250,16 +254,21 @@ async def _serve(
         share_gpu=config.launch.share_gpu,
         template=config.data.template_options,
     )
-    app = await vllm_api.openai_app(llm, args)
-    hosts = config.data.image_hosts
-    guard = assemble(app, engine, host=args.host, token=config.token, image_hosts=hosts)
-    server = http_server(guard, args.host)
+    app = assemble(
+        engine,
+        host=args.host,
+        token=config.token,
+        arguments=args,
+        image_hosts=config.data.image_hosts,
+        max_requests=config.server.max_requests,
+    )
+    server = http_server(app.guard, args.host)
     # uvicorn must not handle signals: our handlers end the engine, too.
     server.capture_signals = contextlib.nullcontext  # type: ignore
-    app.state.server = server
 
     # Generate once, then let clients in.
     await engine.start()
+    await app.start()
     stopping = asyncio.Event()
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

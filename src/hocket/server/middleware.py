@@ -8,8 +8,9 @@ import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -34,7 +35,7 @@ class Guard:
     """Answer, in place of the app, requests that no route may see.
 
     Without a token, the guard refuses pages of other sites. With a token, every request must bring
-    the token or a key of its path, except GET of `free`.
+    the token or a key of its path, except GET and HEAD of the paths `free`.
 
     It reads each body before the route does, within MAX_BODY_BYTES and BODY_TIMEOUT_S. It does not
     read the bodies of `free` and of PUT: those of PUT are files, which their routes limit.
@@ -46,7 +47,7 @@ class Guard:
         *,
         host: str,
         token: str | None,
-        free: str = "/health",
+        free: Collection[str] = ("/health", "/ready", "/live"),
     ) -> None:
         self.app = app
         self._free = free
@@ -61,17 +62,23 @@ class Guard:
         # Messages of the app's start and end pass; the servers take no websockets.
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        scope = _plain(scope)
         try:
             # Check who sends the request.
-            is_free = (scope["method"], scope["path"]) == ("GET", self._free)
+            is_free = scope["method"] == "GET" and scope["path"] in self._free
+            headers = Headers(scope=scope)
             if self._token is None:
-                self._require_own_page(Headers(scope=scope))
+                # A browser always says which host it asks, but probes and load balancers do not.
+                is_probe = is_free and not {"host", "origin"} & set(headers)
+                if not is_probe:
+                    self._require_own_page(headers)
             elif not is_free:
-                self._require_token(scope["path"], Headers(scope=scope), self._token)
+                self._require_token(scope["path"], headers, self._token)
             if is_free:  # its body is never read
                 return await self.app(scope, receive, send)
 
             # Read and check the body, then give it to the route as if it had just arrived.
+            _require_plain(headers)
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
                 for paths, check in self.checks:
@@ -126,6 +133,35 @@ class Guard:
             hint = "send it again, or in parts over a faster connection"
             raise ApiError(408, "body_timeout", text, hint) from None
         return bytes(body)
+
+
+def _plain(scope: Scope) -> Scope:
+    """Rewrite a HEAD as the GET of the same path, and a whole URL as its path and host.
+
+    uvicorn drops the body of the answer to a HEAD.
+    """
+    method = scope["method"]
+    target = scope.get("raw_path", b"").decode("latin-1")
+    if method != "HEAD" and target.startswith("/"):
+        return scope
+    plain = dict(scope)
+    if method == "HEAD":
+        plain["method"] = "GET"
+    url = urlsplit(target)
+    if url.scheme in ("http", "https") and url.netloc:
+        plain["raw_path"] = (url.path or "/").encode("latin-1")
+        plain["path"] = unquote(url.path or "/")
+        others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+        plain["headers"] = [*others, (b"host", url.netloc.encode("latin-1"))]
+    return plain
+
+
+def _require_plain(headers: Headers) -> None:
+    """Raise ApiError for a compressed body: no route reads one."""
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"a body with Content-Encoding: {encoding[:100]} is not read"
+        raise ApiError(415, "encoded_body", message, "send it as it is, without compression")
 
 
 def _digest(key: bytes) -> bytes:

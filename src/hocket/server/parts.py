@@ -1,7 +1,9 @@
 """The parts of the generation server: each adds routes, checks, or abilities of the engine."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Coroutine
+import re
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -18,16 +20,27 @@ from hocket.server.middleware import Guard
 STATUSES = (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)
 """The HTTP statuses of refusals, which /docs lists for every route."""
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+CLIENT_PATHS = re.compile(r"(/sessions/[^/]+)?/(v1/.*|(de)?tokenize)")
+"""The paths of vLLM's own routes; an agent's session has them below its own path."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """The server that a part is installed in."""
 
-    app: FastAPI  # vLLM's app, with its OpenAI-compatible routes
+    app: FastAPI
     engine: Engine
     guard: Guard  # checks the token in front of all routes; parts add their checks of bodies
-    image_hosts: Collection[str] = ()  # the hosts from which images are fetched by URL
+    arguments: Namespace  # the arguments of vLLM's engine
+    image_hosts: Collection[str]  # the hosts from which images are fetched by URL
+    max_requests: int  # server.max_requests
+    # What parts do once the engine runs, before the server takes requests.
+    starting: list[Callable[[], Awaitable[None]]] = dataclasses.field(default_factory=list)
+
+    async def start(self) -> None:
+        """Have each part do what needs a running engine."""
+        for start in self.starting:
+            await start()
 
 
 PARTS: Registry[Callable[[Server], None]] = Registry(
@@ -37,7 +50,7 @@ PARTS: Registry[Callable[[Server], None]] = Registry(
     nccl="hocket.server.nccl",
     upload="hocket.extras.upload",
     share_gpu="hocket.server.share_gpu",
-    openai="hocket.server.openai",
+    openai="hocket.extras.openai_api.routes",
     images="hocket.server.vision",
     agents="hocket.extras.agents.sessions",
 )

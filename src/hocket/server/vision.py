@@ -15,8 +15,7 @@ from hocket.common.vision import check_all, data_url, decoded, fetched, file_nam
 from hocket.protocol import ImagePart
 from hocket.server import vllm_requests
 from hocket.server.errors import ApiError, invalid
-from hocket.server.openai import PATH
-from hocket.server.parts import Server, server_part
+from hocket.server.parts import CLIENT_PATHS, Server, server_part
 from hocket.types import Image
 
 REQUEST_IMAGES: ContextVar[Sequence[bytes]] = ContextVar("images", default=())
@@ -131,7 +130,7 @@ def install(server: Server) -> None:
         REQUEST_IMAGES.set(files)
         return content
 
-    server.guard.checks.append((PATH, check))
+    server.guard.checks.append((CLIENT_PATHS, check))
 
 
 def _checked(image_reader: ImageReader, content: bytes) -> tuple[list[bytes], bytes]:

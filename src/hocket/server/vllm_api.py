@@ -1,4 +1,4 @@
-"""Run vLLM 0.32's engine and its OpenAI-compatible app. This module uses vLLM's private names, too.
+"""Run vLLM 0.32's engine. This module uses vLLM's private names, too.
 
 vllm_arguments.py makes the engine's arguments, vllm_requests.py its requests, and vllm_weights.py
 changes its weights.
@@ -30,14 +30,13 @@ from typing import Any
 from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK, cause_of
 from hocket.server.errors import ApiError
-from hocket.server.vllm_arguments import app_arguments, is_cpu_build
+from hocket.server.vllm_arguments import is_cpu_build
 from hocket.server.vllm_weights import adapter_request
 
 logger = logging.getLogger("hocket")
 
-ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
-ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
-"""The routes of vLLM that are served. Others are dangerous: one aborts anybody's requests."""
+IMPORTED_EARLY: list[str] = []
+"""Modules that parts of the server use; they are imported while the engine's process starts."""
 ABORT_TIMEOUT_S = 2.0  # seconds for vLLM to end all requests
 LOOK_S = 1.0  # seconds between two looks at whether the engine lives
 SLOTS = 4
@@ -120,16 +119,16 @@ def start_engine(args: Namespace) -> Any:
 
 
 class ForkedEngine(ForkProcess):
-    """A forked engine. Its parent imports vLLM's app meanwhile, in a thread.
+    """A forked engine. Its parent imports the modules IMPORTED_EARLY meanwhile, in a thread.
 
     The thread starts after the fork: a lock that it held at the fork would stay locked for ever in
     the child.
     """
 
     def start(self) -> None:
-        """Fork the engine, then import vLLM's app in a thread of this process."""
+        """Fork the engine, then import modules in a thread of this process."""
         super().start()
-        threading.Thread(target=_import_app).start()
+        threading.Thread(target=_import_early).start()
 
 
 class Forks(ForkContext):
@@ -138,9 +137,9 @@ class Forks(ForkContext):
     Process = ForkedEngine
 
 
-def _import_app() -> None:
-    for part in ("app", "cli_args", "api_server.app_state"):
-        importlib.import_module(f"vllm.entrypoints.launchers.{part}")
+def _import_early() -> None:
+    for module in IMPORTED_EARLY:
+        importlib.import_module(module)
 
 
 def _admitting_llm(num_slots: int) -> Any:
@@ -294,27 +293,6 @@ def last_words(llm: Any) -> str:
         return ""
     error = path.read_text("utf-8").splitlines()[0]
     return f"{error} (its traceback is in {path})"
-
-
-async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Make vLLM's OpenAI-compatible app on the engine, with no routes but ROUTES."""
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-
-    args = app_arguments(args)
-    tasks = await llm.get_supported_tasks()
-    app = app_without_engine(args, tasks, llm.model_config)
-    await init_app_state(llm, app.state, args, tasks)
-    return app
-
-
-def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
-    """Make vLLM's app with the ROUTES, before there is an engine to answer its requests."""
-    from vllm.entrypoints.launchers.app import build_app
-
-    app = build_app(args, tasks, model_config)
-    routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
-    app.router.routes[:] = routes
-    return app
 
 
 def load() -> dict[str, Any]:

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any, get_args
 
 from hocket.common import machine
@@ -117,9 +118,10 @@ def _settings(config: Config, engine: dict[str, Any]) -> dict[str, Any]:
 
     model = config.model
     server = config.server
-    # vLLM's routes know the model by the user's name for it and by its path.
-    served_name = engine.pop("served_model_name", None) or model.path
-    names = [served_name] if served_name == model.path else [served_name, model.path]
+    # Clients know the model by the user's name for it, or the last part of its path; and by its
+    # path.
+    served_name = engine.pop("served_model_name", None) or Path(model.path).name or model.path
+    names = list(dict.fromkeys([served_name, model.path]))
     settings: dict[str, Any] = {
         "model": model.path,
         "served_model_name": names,

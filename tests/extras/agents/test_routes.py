@@ -40,7 +40,7 @@ async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
     async def models() -> str:
         return "reached"
 
-    door = wrap(app, engine, token="the token")
+    door = wrap(engine, app.router.routes[-1], token="the token")
     async with asking(door) as http:
 
         async def ask(method: str, path: str, key: str, scheme: str = "Bearer") -> int:

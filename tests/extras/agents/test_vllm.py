@@ -11,7 +11,6 @@ from tests.server.test_vllm_api import arguments, environment  # noqa: F401
 
 from hocket.extras.agents.sessions import NO_ROOM, TOO_LONG, OpenSession, recorded
 from hocket.protocol import Completion, SamplingParams, SessionRequest
-from hocket.server import vllm_api
 from hocket.server.errors import ApiError
 from support.engines import asking, idle_engine, wrap
 from support.tiny_server import TOKEN
@@ -50,9 +49,9 @@ async def test_only_a_call_that_ended_well_has_a_completion(second: float) -> No
 
 
 async def test_a_session_is_a_route_of_the_whole_app_and_needs_the_token(model: str) -> None:
-    app = vllm_api.app_without_engine(arguments(model), ("generate",), None)
-    door = wrap(app, idle_engine(), token=TOKEN)
-    assert "/sessions" in {route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
+    door = wrap(idle_engine(), token=TOKEN)
+    routes = door.app.routes
+    assert "/sessions" in {route.path for route in routes if "POST" in (getattr(route, "methods", None) or ())}
     async with asking(door) as http:
         for headers in ({}, {"Authorization": "Bearer wrong-token"}):
             assert (await http.request("POST", "/sessions", headers=headers)).status_code == 401

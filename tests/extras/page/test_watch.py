@@ -59,7 +59,7 @@ def answers(port: int) -> bool:
 def serving(*folders: Path, token: str | None = None) -> Iterator[str]:
     """Serve the page of folders in a thread; yield its URL."""
     app = watch.make_app([RunReader(folder) for folder in folders])
-    guard = Guard(app, host="127.0.0.1", token=token, free="/")
+    guard = Guard(app, host="127.0.0.1", token=token, free=("/",))
     server = app.state.server = uvicorn.Server(uvicorn.Config(guard, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

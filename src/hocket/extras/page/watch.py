@@ -43,7 +43,7 @@ def watch(folders: Sequence[Path], sock: socket.socket, token: str | None) -> No
         _look(runs)  # a long run takes a second
         print(f"page: {url_of(host, port)}/", flush=True)
         app = make_app(runs)
-        app.state.server = http_server(Guard(app, host=host, token=token, free="/"), host)
+        app.state.server = http_server(Guard(app, host=host, token=token, free=("/",)), host)
         asyncio.run(app.state.server.serve(sockets=[sock]))
 
 

@@ -6,7 +6,7 @@ in hocket's form where vLLM's code fails on a value that it did not expect.
 
 import json
 import logging
-import re
+from argparse import Namespace
 from typing import Annotated, Any
 
 import pydantic
@@ -16,17 +16,16 @@ from fastapi.responses import Response
 
 from hocket.common.tasks import run_in_thread
 from hocket.errors import cause_of
+from hocket.extras.openai_api.models import require_name
 from hocket.protocol import FAIL_FAST, MAX_PROMPTS, MAX_SAMPLES, TokenId
 from hocket.server.errors import ApiError, check_count, invalid
-from hocket.server.parts import Server, server_part
+from hocket.server.parts import CLIENT_PATHS, Server
 
 logger = logging.getLogger("hocket")
 
 MAX_BYTES = 16 << 20
 MAX_VALUES = 20_000
 """Most values in one body: texts, numbers, lists and objects. Prompts have limits of their own."""
-# The paths of vLLM's routes; an agent's session has them below its own path.
-PATH = re.compile(r"(/sessions/[^/]+)?/v1/.*")
 _TokenIds = Annotated[list[TokenId], FAIL_FAST]
 _Prompts = Annotated[list[str | _TokenIds], pydantic.Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
@@ -38,7 +37,6 @@ class _Sampled(pydantic.BaseModel):
     n: int | None = pydantic.Field(1, le=MAX_SAMPLES)
 
 
-@server_part("openai")
 def install(server: Server) -> None:
     """Have the guard check the bodies, and refuse them all while the engine is not ready."""
     for error_type in (AssertionError, AttributeError, LookupError):
@@ -47,9 +45,9 @@ def install(server: Server) -> None:
     async def check(content: bytes) -> None:
         server.engine.require_ready()
         if content:
-            await run_in_thread(_check, content)
+            await run_in_thread(_check, content, server.arguments)
 
-    server.guard.checks.append((PATH, check))
+    server.guard.checks.append((CLIENT_PATHS, check))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -65,7 +63,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     return ApiError(500, "internal", message, "the server's log says more").response()
 
 
-def _check(content: bytes) -> None:
+def _check(content: bytes, arguments: Namespace) -> None:
     """Raise ApiError for a body that vLLM should not see. vLLM itself checks the fields' values."""
     if len(content) > MAX_BYTES:
         message = f"the body is larger than {MAX_BYTES >> 20} MiB"
@@ -80,6 +78,13 @@ def _check(content: bytes) -> None:
         raise ApiError(400, "malformed_json", f"body: {error}", hint) from error
     if isinstance(body, dict):
         _check_prompts(body)
+        _check_name(body, arguments)
+        if body.get("background"):
+            message = (
+                "background: an answer that is fetched later can't be cancelled with its client"
+            )
+            hint = "leave it out, and wait for the answer or stream it"
+            raise ApiError(400, "no_background", message, hint)
         _check_values([value for name, value in body.items() if name != "prompt"])
 
 
@@ -96,6 +101,14 @@ def _check_prompts(body: dict[str, Any]) -> None:
     prompts = sampled.prompt if isinstance(sampled.prompt, list) else []
     texts = [prompt for prompt in prompts if not isinstance(prompt, int)]
     check_count((sampled.n or 1) * len(texts))
+
+
+def _check_name(body: dict[str, Any], arguments: Namespace) -> None:
+    """Raise ApiError for a model that is not served; vLLM does not say which one is."""
+    name = body.get("model")
+    names = getattr(arguments, "served_model_name", None)
+    if isinstance(name, str) and names:
+        require_name(name, names)
 
 
 def _check_values(values: list[Any]) -> None:

@@ -24,7 +24,7 @@ async def http() -> AsyncGenerator[httpx.AsyncClient, None]:
             raise AssertionError("vLLM did not expect this")
         return len(body)
 
-    async with asking(wrap(app, idle_engine())) as client:
+    async with asking(wrap(idle_engine(), app.router.routes[-1])) as client:
         yield client
 
 

@@ -1,0 +1,206 @@
+"""What happens to vLLM's answers on their way to a client, with an engine that a test plays."""
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from hocket.extras.openai_api.answers import ENDS, Named, Recent, in_settings, sample_again
+from hocket.extras.openai_api.limits import Strangers
+from hocket.server import vllm_api
+from hocket.server.errors import ApiError
+from support.engines import asking, idle_engine, wrap
+
+
+def output(text: str, *versions: int, finish: str | None = None) -> Any:
+    """One of vLLM's outputs, whose tokens were sampled with these versions."""
+    spans = [SimpleNamespace(version=str(version)) for version in versions]
+    return SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=finish, weight_versions=spans)])
+
+
+class Engine:
+    """In the place of vLLM: yields the outputs of one attempt after the other."""
+
+    def __init__(self, *attempts: Sequence[Any]) -> None:
+        self.attempts, self.ids = list(attempts), list[str]()
+
+    async def __call__(self, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        self.ids.append(request_id)
+        for each in self.attempts.pop(0):
+            if isinstance(each, Exception):
+                raise each
+            yield each
+
+
+def strangers(max_requests: int = 2) -> Strangers:
+    return Strangers(SimpleNamespace(engine=idle_engine(), max_requests=max_requests))  # type: ignore[arg-type]
+
+
+def params(*, stream: bool) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    return SimpleNamespace(output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
+
+
+async def sampled(engine: Engine, *, stream: bool) -> list[str]:
+    outputs = sample_again(strangers(), engine, "prompt", params(stream=stream), "id")
+    return [each.outputs[0].text async for each in outputs]
+
+
+ABORTED = output("half", 1, finish="abort")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_a_weight_sync_aborts_before_its_first_output_is_sampled_again(stream: bool) -> None:
+    engine = Engine([ABORTED], [ABORTED], [output("whole", 2, finish="stop")])
+    assert await sampled(engine, stream=stream) == ["whole"]
+    assert engine.ids == ["id", "id-again1", "id-again2"]
+
+
+async def test_a_stream_that_is_aborted_later_ends_with_a_503_that_names_the_setting() -> None:
+    from vllm.exceptions import RetryableRequestError
+
+    with pytest.raises(RetryableRequestError, match=r"sync\.in_flight=keep") as raised:
+        await sampled(Engine([output("a", 1), ABORTED]), stream=True)
+    assert raised.value.status_code == 503
+
+
+async def test_the_end_of_the_engine_is_an_error_of_vllm_in_a_stream_and_hocket_s_own_in_an_answer() -> None:
+    from vllm.exceptions import RetryableRequestError
+
+    dead = ApiError(503, "engine_dead", "the engine ended", "start it again")
+    with pytest.raises(RetryableRequestError, match="the engine ended; start it again"):
+        await sampled(Engine([dead]), stream=True)
+    with pytest.raises(ApiError) as raised:
+        await sampled(Engine([dead]), stream=False)
+    assert raised.value is dead
+    refused = ApiError(422, "refused", "no", "other")  # not for another time: vLLM says it as it is
+    with pytest.raises(ApiError):
+        await sampled(Engine([refused]), stream=True)
+
+
+def named(app: FastAPI, path: str, outputs: Sequence[Any], bound: Strangers | None = None) -> Any:
+    """A guard whose route `path` of `app` samples these outputs, and names their versions."""
+    engine = idle_engine()
+    engine._condition = SimpleNamespace(version=7)
+    (route,) = [route for route in app.router.routes if getattr(route, "path", None) == path]
+    asked: Any = route
+    asked.app = Named(asked.app, engine=engine, strangers=bound or strangers(), remembered=Recent())
+    app.state.outputs = outputs
+    return wrap(engine, route)
+
+
+async def texts(app: FastAPI, *, stream: bool = False) -> list[str]:
+    """The texts that the function in SAMPLE samples, as vLLM's routes would ask for them."""
+    sample = vllm_api.SAMPLE.get()
+    assert sample is not None
+    outputs = sample(Engine(app.state.outputs), "prompt", params(stream=stream), "resp_a_0")
+    return [each.outputs[0].text async for each in outputs]
+
+
+async def test_an_answer_names_the_versions_of_its_tokens_in_a_field_and_a_header() -> None:
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def complete() -> JSONResponse:
+        return JSONResponse({"choices": await texts(app)})
+
+    guard = named(app, "/v1/completions", [output("a", 3, 4, finish="stop")])
+    async with asking(guard) as http:
+        answer = await http.post("/v1/completions", json={})
+    assert answer.json() == {"choices": ["a"], "weight_versions": [3, 4]}
+    assert answer.headers["x-weight-version"] == "3, 4"
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+async def test_an_error_names_no_version_and_the_setting_in_place_of_a_flag() -> None:
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def complete() -> JSONResponse:
+        return JSONResponse({"error": {"message": "set --max-logprobs"}}, status_code=400)
+
+    async with asking(named(app, "/v1/completions", [])) as http:
+        answer = await http.post("/v1/completions", json={})
+    assert answer.json() == {"error": {"message": "set server.engine.max_logprobs"}}
+    assert "x-weight-version" not in answer.headers
+
+
+async def test_a_stream_names_the_versions_in_the_events_that_end_it_whatever_pieces_it_comes_in() -> None:
+    app = FastAPI()
+    events = [
+        'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n',
+        'data: {"choices": [{"text": "b", "finish_reason": "stop"}]}\n\n',
+        'data: {"choices": [], "usage": {"total_tokens": 2}}\n\ndata: [DONE]\n\n',
+    ]
+
+    @app.post("/v1/completions")
+    async def complete() -> StreamingResponse:
+        async def pieces() -> AsyncGenerator[str, None]:
+            await texts(app, stream=True)
+            whole = "".join(events)
+            for start in range(0, len(whole), 7):
+                yield whole[start : start + 7]
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    guard = named(app, "/v1/completions", [output("a", 3), output("b", 5, finish="stop")])
+    async with asking(guard) as http:
+        answer = await http.post("/v1/completions", json={})
+    first, last, usage, done = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
+    assert "weight_versions" not in first
+    assert [json.loads(event)["weight_versions"] for event in (last, usage)] == [[3, 5], [3, 5]]
+    assert done == "[DONE]"
+    assert answer.headers["x-weight-version"] == "3, 5"
+
+
+async def test_the_end_of_a_response_has_the_versions_in_the_response_itself() -> None:
+    app = FastAPI()
+
+    @app.post("/v1/responses")
+    async def respond() -> StreamingResponse:
+        async def pieces() -> AsyncGenerator[str, None]:
+            await texts(app, stream=True)
+            yield 'event: response.completed\ndata: {"type": "response.completed", "response": {"id": "a"}}\n\n'
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    guard = named(app, "/v1/responses", [output("a", 3, finish="stop")])
+    async with asking(guard) as http:
+        answer = await http.post("/v1/responses", json={})
+    kind, data = answer.text.strip().split("\n")
+    assert kind == "event: response.completed"
+    assert json.loads(data.removeprefix("data: "))["response"] == {"id": "a", "weight_versions": [3]}
+
+
+async def test_one_request_too_many_is_told_when_to_come_again() -> None:
+    app = FastAPI()
+    bound = strangers(max_requests=1)
+
+    @app.post("/v1/completions")
+    async def complete() -> list[str]:
+        return await texts(app)
+
+    guard = named(app, "/v1/completions", [output("a", 3, finish="stop")], bound)
+    async with asking(guard) as http:
+        with bound.request():
+            answer = await http.post("/v1/completions", json={})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+        assert "server.max_requests" in answer.json()["error"]["hint"]
+        assert (await http.post("/v1/completions", json={})).json() == ["a"]  # no JSON object: it has no field
+
+
+def test_only_events_that_end_something_are_looked_into() -> None:
+    for event in (b'{"finish_reason":null}', b'{"text":"\\"finish_reason\\": \\"stop\\""}', b"event: message_start\n"):
+        assert not ENDS.search(event), event
+    for event in (b'{"finish_reason":"stop"}', b'{"usage":{}}', b"event: message_stop\n", b"event: response.failed\n"):
+        assert ENDS.search(event), event
+
+
+def test_flags_become_settings() -> None:
+    message = b'"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    assert in_settings(message) == b'"auto" tool choice requires server.engine.tool_call_parser to be set'
