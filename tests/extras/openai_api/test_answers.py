@@ -18,7 +18,7 @@ from support.engines import asking, idle_engine, wrap
 
 def output(text: str, *versions: int, finish: str | None = None) -> Any:
     """One of vLLM's outputs, whose tokens were sampled with these versions."""
-    spans = [SimpleNamespace(version=str(version)) for version in versions]
+    spans = [SimpleNamespace(version=str(version)) for version in versions] if finish else None
     return SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=finish, weight_versions=spans)])
 
 
@@ -141,21 +141,22 @@ async def test_a_stream_names_the_versions_in_the_events_that_end_it_whatever_pi
     @app.post("/v1/completions")
     async def complete() -> StreamingResponse:
         async def pieces() -> AsyncGenerator[str, None]:
-            await texts(app, stream=True)
             whole = "".join(events)
-            for start in range(0, len(whole), 7):
+            yield whole[:7]
+            await texts(app, stream=True)
+            for start in range(7, len(whole), 7):
                 yield whole[start : start + 7]
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    guard = named(app, "/v1/completions", [output("a", 3), output("b", 5, finish="stop")])
+    guard = named(app, "/v1/completions", [output("a"), output("b", 3, 5, finish="stop")])
     async with asking(guard) as http:
         answer = await http.post("/v1/completions", json={})
     first, last, usage, done = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
     assert "weight_versions" not in first
     assert [json.loads(event)["weight_versions"] for event in (last, usage)] == [[3, 5], [3, 5]]
     assert done == "[DONE]"
-    assert answer.headers["x-weight-version"] == "3, 5"
+    assert answer.headers["x-weight-version"] == "7"  # which the engine held as the stream began
 
 
 async def test_the_end_of_a_response_has_the_versions_in_the_response_itself() -> None:

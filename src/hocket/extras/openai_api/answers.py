@@ -2,7 +2,7 @@
 
 An answer that is JSON has the field `weight_versions`, and so has each event of a stream that ends
 a choice or the answer. The header `x-weight-version` has the same numbers. A stream's header comes
-before its tokens: it has the versions of the first one.
+before its tokens: it has the version that the engine held as the stream began.
 """
 
 import contextlib
@@ -89,7 +89,8 @@ async def noted(
     async with contextlib.aclosing(sample(generate, prompt, params, request_id)) as outputs:
         async for output in outputs:
             for completion in output.outputs:
-                versions.update(int(span.version) for span in completion.weight_versions)
+                # They come with the last output of a completion.
+                versions.update(int(span.version) for span in completion.weight_versions or ())
             yield output
 
 
