@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from hocket.extras.openai_api.answers import ENDS, Named, Recent, in_settings, sample_again
@@ -62,25 +62,55 @@ async def test_a_request_that_a_weight_sync_aborts_before_its_first_output_is_sa
 
 
 async def test_a_stream_that_is_aborted_later_ends_with_a_503_that_names_the_setting() -> None:
-    from vllm.exceptions import RetryableRequestError
-
-    with pytest.raises(RetryableRequestError, match=r"sync\.in_flight=keep") as raised:
+    with pytest.raises(ApiError, match="ended this stream") as raised:
         await sampled(Engine([output("a", 1), ABORTED]), stream=True)
-    assert raised.value.status_code == 503
+    assert (raised.value.status, raised.value.body.code) == (503, "aborted")
+    assert "sync.in_flight=keep" in raised.value.body.hint
 
 
-async def test_the_end_of_the_engine_is_an_error_of_vllm_in_a_stream_and_hocket_s_own_in_an_answer() -> None:
-    from vllm.exceptions import RetryableRequestError
+DEAD = ApiError(503, "engine_dead", "the engine ended", "start it again")
+TEXT = "the engine ended; start it again"
+ENDINGS = {
+    "/v1/completions": {"error": {"message": TEXT, "type": "engine_dead", "param": None, "code": 503}},
+    "/v1/responses": {"type": "error", "code": "engine_dead", "message": TEXT, "param": None},
+    "/v1/messages": {"type": "error", "error": {"type": "overloaded_error", "message": TEXT}},
+}
 
-    dead = ApiError(503, "engine_dead", "the engine ended", "start it again")
-    with pytest.raises(RetryableRequestError, match="the engine ended; start it again"):
-        await sampled(Engine([dead]), stream=True)
-    with pytest.raises(ApiError) as raised:
-        await sampled(Engine([dead]), stream=False)
-    assert raised.value is dead
-    refused = ApiError(422, "refused", "no", "other")  # not for another time: vLLM says it as it is
-    with pytest.raises(ApiError):
-        await sampled(Engine([refused]), stream=True)
+
+@pytest.mark.parametrize("path", ENDINGS)
+@pytest.mark.parametrize("catches", [True, False])
+async def test_an_engine_that_ends_is_said_in_each_protocol_s_form(path: str, catches: bool) -> None:
+    """vLLM's routes make an event of an exception, or let it out."""
+    app = FastAPI()
+
+    @app.post(path)
+    async def sample(request: Request) -> Any:
+        async def pieces() -> AsyncGenerator[str, None]:
+            yield "data: {}\n\n"
+            try:
+                await texts(app, stream=True)
+            except ApiError:
+                if not catches:
+                    raise
+                yield "data: a long traceback\n\n"
+
+        if (await request.json()).get("stream"):
+            return StreamingResponse(pieces(), media_type="text/event-stream")
+        try:
+            return await texts(app)
+        except ApiError:
+            if not catches:
+                raise
+            return JSONResponse({"error": "as vLLM says it"}, status_code=500)
+
+    async with asking(named(app, path, [DEAD])) as http:
+        answer = await http.post(path, json={})
+        stream = await http.post(path, json={"stream": True})
+    assert answer.status_code == 503
+    assert answer.json() == (ENDINGS[path] if path == "/v1/messages" else {"error": DEAD.body.model_dump()})
+    assert (stream.status_code, "traceback" in stream.text) == (200, False)
+    first, last = [event for event in stream.text.strip().split("\n\n") if event != "data: [DONE]"]
+    assert (first, json.loads(last.partition("data: ")[2])) == ("data: {}", ENDINGS[path])
 
 
 def named(app: FastAPI, path: str, outputs: Sequence[Any], bound: Strangers | None = None) -> Any:

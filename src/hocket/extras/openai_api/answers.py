@@ -8,11 +8,14 @@ before its tokens: it has the version that the engine held as the stream began.
 import contextlib
 import functools
 import json
+import logging
 import re
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.extras.openai_api.limits import Strangers
@@ -21,6 +24,8 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 
 T = TypeVar("T")
+ANSWER: ContextVar["Answer | None"] = ContextVar("answer", default=None)
+"""The answer to the request that is being served."""
 
 MAX_STORED = 1000
 """Responses that a client can ask for again, by their ids."""
@@ -38,8 +43,8 @@ FLAG = re.compile(rb"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 class Named:
     """An ASGI app around a route of vLLM: it names the weight versions that sampled an answer.
 
-    It also has a request sampled again that a weight sync has aborted, and bounds how many requests
-    of strangers are served at once.
+    It also has a request sampled again that a weight sync has aborted, says in each protocol's own
+    form why an answer breaks off, and bounds how many requests of strangers are served at once.
     """
 
     def __init__(
@@ -56,26 +61,31 @@ class Named:
         self._remembered = remembered  # the versions of stored responses, by their ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        versions = set[int]()
-        answer = Answer(send, versions, self._engine)
+        answer = Answer(send, scope["path"], self._engine)
         # A stored response is read again under its id, which is the engine's, too.
         if scope["method"] == "GET":
-            versions.update(self._remembered.get(scope["path_params"].get("response_id"), ()))
+            stored_id = scope["path_params"].get("response_id")
+            answer.versions.update(self._remembered.get(stored_id, ()))
             return await self._app(scope, receive, answer.send)
-        session_sample = vllm_api.SAMPLE.get()
-        if session_sample is not None:  # a trainer's agent
-            note = functools.partial(noted, versions, self._remembered, session_sample)
+
+        sample = vllm_api.SAMPLE.get()
+        with contextlib.ExitStack() as stack:
+            if sample is None:  # no trainer's agent
+                stack.enter_context(self._strangers.request())
+                sample = functools.partial(sample_again, self._strangers)
+            note = functools.partial(noted, answer, self._remembered, sample)
             vllm_api.SAMPLE.set(note)
-            return await self._app(scope, receive, answer.send)
-        with self._strangers.request():
-            sample = functools.partial(sample_again, self._strangers)
-            note = functools.partial(noted, versions, self._remembered, sample)
-            vllm_api.SAMPLE.set(note)
-            await self._app(scope, receive, answer.send)
+            ANSWER.set(answer)
+            try:
+                await self._app(scope, receive, answer.send)
+            except Exception:
+                if answer.error is None:
+                    raise
+                await answer.end_stream()
 
 
 async def noted(
-    versions: set[int],
+    answer: "Answer",
     remembered: "Recent[set[int]]",
     sample: vllm_api.Sample,
     generate: vllm_api.Generate,
@@ -83,15 +93,21 @@ async def noted(
     params: Any,
     request_id: str,
 ) -> AsyncGenerator[Any, None]:
-    """Yield the outputs of `sample`, and note the weight versions of their tokens."""
+    """Yield the outputs of `sample`; note the weight versions of their tokens, or the error."""
     # vLLM adds the number of the request to the id of a response; other ids are not asked for.
-    remembered[request_id.rpartition("_")[0]] = versions
-    async with contextlib.aclosing(sample(generate, prompt, params, request_id)) as outputs:
-        async for output in outputs:
-            for completion in output.outputs:
-                # They come with the last output of a completion.
-                versions.update(int(span.version) for span in completion.weight_versions or ())
-            yield output
+    remembered[request_id.rpartition("_")[0]] = answer.versions
+    try:
+        outputs = sample(generate, prompt, params, request_id)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                for completion in output.outputs:
+                    # They come with the last output of a completion.
+                    spans = completion.weight_versions or ()
+                    answer.versions.update(int(span.version) for span in spans)
+                yield output
+    except ApiError as error:
+        answer.error = error
+        raise
 
 
 async def sample_again(
@@ -103,40 +119,27 @@ async def sample_again(
 ) -> AsyncGenerator[Any, None]:
     """Yield the outputs of a request; one that a weight sync aborts at its start begins again.
 
-    Raises vLLM's RetryableRequestError (503) where outputs were already yielded: they can't be
-    taken back.
+    Raises ApiError (503) where outputs were already yielded: they can't be taken back.
     """
-    from vllm.exceptions import RetryableRequestError
-    from vllm.sampling_params import RequestOutputKind
-
-    is_stream = params.output_kind is not RequestOutputKind.FINAL_ONLY
     async with strangers.slots:
         attempt = 0
         while True:
             has_yielded = False
             is_aborted = False
-            try:
-                attempt_id = f"{request_id}-again{attempt}" if attempt else request_id
-                async with contextlib.aclosing(generate(params, attempt_id)) as outputs:
-                    async for output in outputs:
-                        if any(done.finish_reason == "abort" for done in output.outputs):
-                            is_aborted = True
-                            break
-                        has_yielded = True
-                        yield output
-            except ApiError as error:
-                # A stream has its status already: vLLM writes its own errors as an event, and a
-                # traceback to the log for any other.
-                if is_stream and error.status == 503:
-                    raise RetryableRequestError(f"{error}; {error.body.hint}") from error
-                raise
+            attempt_id = f"{request_id}-again{attempt}" if attempt else request_id
+            async with contextlib.aclosing(generate(params, attempt_id)) as outputs:
+                async for output in outputs:
+                    if any(done.finish_reason == "abort" for done in output.outputs):
+                        is_aborted = True
+                        break
+                    has_yielded = True
+                    yield output
             if not is_aborted:
                 return
             if has_yielded:
-                raise RetryableRequestError(
-                    "new weights came (sync.in_flight=abort) and ended this stream: send the "
-                    "request again, or set sync.in_flight=keep"
-                )
+                message = "new weights came (sync.in_flight=abort) and ended this stream"
+                hint = "send the request again, or set sync.in_flight=keep"
+                raise ApiError(503, "aborted", message, hint)
             attempt += 1
 
 
@@ -152,37 +155,66 @@ class Recent(dict[str, T]):
 class Answer:
     """Send the answer of a route on to the client, with its weight versions in it."""
 
-    def __init__(self, send: Send, versions: Collection[int], engine: Engine) -> None:
+    def __init__(self, send: Send, path: str, engine: Engine) -> None:
+        self.versions = set[int]()  # those of the tokens sampled so far
+        self.error: ApiError | None = None  # the reason why the engine could not go on
         self._send = send
-        self._versions = versions
+        self._path = path
         self._engine = engine
-        self._start: Message | None = None  # held until the first versions are known
+        self._start: Message | None = None  # held until the first part of the body
         self._is_stream = False
+        self._has_ended = False
         self._rest = b""  # the beginning of a stream's event, or of a body
 
     async def send(self, message: Message) -> None:
         """Take a message of the route."""
+        if self._has_ended:
+            return
         if message["type"] == "http.response.start":
             self._start = message
             headers = MutableHeaders(raw=message["headers"])
             self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
             return
-        body = message.get("body", b"")
+        body = self._rest + message.get("body", b"")
         is_last = not message.get("more_body", False)
         if self._is_stream:
-            *events, self._rest = (self._rest + body).split(b"\n\n")
+            if self.error is not None:
+                return await self.end_stream()
+            *events, self._rest = body.split(b"\n\n")
             body = b"".join(self._event(event) + b"\n\n" for event in events)
             if is_last:
                 body += self._rest
+            await self._begin()
+            await self._send({**message, "body": body})
+        elif not is_last:
+            self._rest = body
+        elif self.error is not None:
+            await self._refuse(self.error)
         else:
-            self._rest += body
-            if not is_last:
-                return
-            body = self._whole(self._rest)
-        await self._begin(len(body) if not self._is_stream else None)
-        await self._send({**message, "body": body})
+            body = self._whole(body)
+            await self._begin(len(body))
+            await self._send({"type": "http.response.body", "body": body})
 
-    async def _begin(self, length: int | None) -> None:
+    async def end_stream(self) -> None:
+        """End a stream with the error, in place of what vLLM makes of it."""
+        assert self.error is not None
+        self._has_ended = True
+        await self._begin()
+        body = error_event(self._path, self.error)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _refuse(self, error: ApiError) -> None:
+        """Answer with the error, in place of what vLLM makes of it."""
+        self._has_ended = True
+        response = error.response()
+        if self._path.endswith("/messages"):
+            response = JSONResponse(anthropic_error(error), error.status)
+        await self._send(
+            {"type": "http.response.start", "status": error.status, "headers": response.raw_headers}
+        )
+        await self._send({"type": "http.response.body", "body": response.body})
+
+    async def _begin(self, length: int | None = None) -> None:
         """Send the status and the headers, unless that was done."""
         if self._start is None:
             return
@@ -197,7 +229,7 @@ class Answer:
 
     def _numbers(self) -> list[int]:
         """List the versions so far; before the first token, the one that the engine holds."""
-        return sorted(self._versions) or [self._engine.version]
+        return sorted(self.versions) or [self._engine.version]
 
     def _whole(self, body: bytes) -> bytes:
         """Put the versions into an answer that is one JSON object."""
@@ -221,6 +253,31 @@ class Answer:
         place = fields["response"] if isinstance(fields.get("response"), dict) else fields
         place[FIELD] = self._numbers()
         return head + mark + json.dumps(fields, separators=(",", ":")).encode()
+
+
+def error_event(path: str, error: ApiError) -> bytes:
+    """Make the event that ends a stream of this route with an error."""
+    text = f"{error}; {error.body.hint}"
+    if path.endswith("/messages"):
+        return b"event: error\ndata: " + json.dumps(anthropic_error(error)).encode() + b"\n\n"
+    if path.endswith("/responses"):
+        event = {"type": "error", "code": error.body.code, "message": text, "param": None}
+        return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+    event = {"message": text, "type": error.body.code, "param": None, "code": error.status}
+    return b"data: " + json.dumps({"error": event}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Describe an error in the form of the messages API."""
+    kind = "overloaded_error" if error.status == 503 else "api_error"
+    message = f"{error}; {error.body.hint}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def hide_known(record: logging.LogRecord) -> bool:
+    """Hide a traceback of vLLM's routes for an error that the client is told anyway."""
+    answer = ANSWER.get()
+    return record.exc_info is None or answer is None or answer.error is None
 
 
 def in_settings(message: bytes) -> bytes:

@@ -1,13 +1,14 @@
 """Add vLLM's client routes to the server, with its state and its way to answer errors."""
 
 import functools
+import logging
 from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
 
 from hocket.extras.openai_api import bodies
-from hocket.extras.openai_api.answers import Named, Recent
+from hocket.extras.openai_api.answers import Named, Recent, hide_known
 from hocket.extras.openai_api.limits import Strangers
 from hocket.extras.openai_api.models import add_model_route, served_names
 from hocket.server import vllm_api
@@ -43,6 +44,8 @@ def install(server: Server) -> None:
 async def _start(server: Server) -> None:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(hide_known)
     llm = server.engine.llm
     arguments = app_arguments(server.arguments)
     arguments.enable_server_load_tracking = True  # GET /load counts requests
