@@ -27,8 +27,8 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
 ADMITTED = "hocket_admitted"
 """Key in the state of a request's scope, once the guard has let it pass."""
-Check = Callable[[bytes], Awaitable[bytes | None]]
-"""(body) -> None, or a body that replaces it. Raises ApiError for a body that no route may see."""
+Check = Callable[[str, bytes], Awaitable[bytes | None]]
+"""(path, body) -> None, or a body that replaces it. Raises ApiError for a body that no route may see."""
 
 
 class Guard:
@@ -83,7 +83,7 @@ class Guard:
                 body = await self._body(Request(scope, receive))
                 for paths, check in self.checks:
                     if paths.fullmatch(scope["path"]):
-                        body = await check(body) or body
+                        body = await check(scope["path"], body) or body
                 message = {"type": "http.request", "body": body, "more_body": False}
                 receive = replay(message, receive)
             scope.setdefault("state", {})[ADMITTED] = True
@@ -95,8 +95,9 @@ class Guard:
 
     def _require_token(self, path: str, headers: Headers, token: str) -> None:
         """Raise ApiError unless the headers bring the token, or a key that opens the path."""
-        # Two headers, joined like this, are no token.
-        authorization = ", ".join(headers.getlist("authorization"))
+        # Anthropic's clients have a header of their own. Two headers, joined like this, are no token.
+        api_keys = [f"Bearer {key}" for key in headers.getlist("x-api-key")]
+        authorization = ", ".join(headers.getlist("authorization") or api_keys)
         scheme, _, value = authorization.partition(" ")
         key = value.encode("latin-1")
         # Digests have one length, so that the comparison takes the same time for any guess.

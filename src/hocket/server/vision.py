@@ -123,7 +123,7 @@ def install(server: Server) -> None:
     # A model must not write the placeholder: in the next prompt it would be taken for an image.
     engine.llm.stops = [] if placeholder is None else [placeholder]
 
-    async def check(content: bytes) -> bytes | None:
+    async def check(path: str, content: bytes) -> bytes | None:
         if not content:
             return None
         files, content = await run_in_thread(_checked, image_reader, content)

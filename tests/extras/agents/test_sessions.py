@@ -154,7 +154,8 @@ async def test_a_prompt_that_vllm_refuses_as_too_long_cuts_its_session_off(
         ("completions", {"use_beam_search": True}, 400, "use_beam_search: only"),
         ("completions", {"echo": True, "max_tokens": 0}, 400, "echo, max_tokens: only"),
         ("chat/completions", {"max_completion_tokens": 0}, 400, "max_completion_tokens: only"),
-        ("responses", {}, 404, "has no POST /v1/responses"),
+        ("responses", {"max_output_tokens": 0}, 400, "max_output_tokens: only"),
+        ("embeddings", {}, 404, "has no POST /v1/embeddings"),
         ("models", {}, 404, "has no POST /v1/models"),
         ("../generate", {}, 404, "not found"),
     ],
@@ -234,3 +235,35 @@ def test_constraints_are_refused_and_calls_are_counted(server: TinyServer, opene
     assert len(server.record_of(session_id, "DELETE").calls) == 6
     with pytest.raises(openai.NotFoundError, match="there is no session"):
         client.chat.completions.create(model="x", messages=chat)
+
+
+@pytest.mark.engine
+def test_calls_of_the_responses_and_messages_routes_are_recorded_as_those_of_chat_are(
+    server: TinyServer, opened: tuple[str, openai.OpenAI]
+) -> None:
+    session_id, client = opened
+    ask = httpx.Client(base_url=str(client.base_url), headers={"x-api-key": client.api_key}, timeout=60)
+    chat = [{"role": "user", "content": "hello"}]
+    body = {"model": "claude", "messages": chat, "max_tokens": 12}
+    with ask:
+        response = client.responses.create(model="gpt-5", input="hello", max_output_tokens=12, temperature=0.1)
+        events = list(client.responses.create(model="gpt-5", input="hello", max_output_tokens=12, stream=True))
+        message = ask.post("messages", json=body)
+        assert message.status_code == 200, message.text
+        stream = ask.post("messages", json={**body, "stream": True})
+        too_long = ask.post("messages", json={**body, "messages": [{"role": "user", "content": "hello " * 999}]})
+    calls = server.record_of(session_id).calls
+    completed = events[-1]
+    assert completed.type == "response.completed"
+    texts = [response.output_text, completed.response.output_text, message.json()["content"][0]["text"]]
+    assert [call.completion.text for call in calls][:3] == texts
+    assert '"message_stop"' in stream.text
+    assert [call.id for call in calls][:3] == [response.id, completed.response.id, message.json()["id"]]
+    rendered = make_tokenizer()("user:hello;assistant:")["input_ids"]
+    assert [list(call.prompt_token_ids) for call in calls] == [rendered] * 4
+    assert len({call.seed for call in calls}) == 4
+    for call in calls:
+        done = call.completion
+        assert_sampled(server.model, call.prompt_token_ids, done.token_ids, done.logprobs, 0.8)
+    assert too_long.status_code == 400, too_long.text
+    assert server.record_of(session_id).cut_off

@@ -96,6 +96,9 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_KEY": task.api_key,
         "OPENAI_MODEL": task.model,
+        "ANTHROPIC_BASE_URL": task.anthropic_url,
+        "ANTHROPIC_API_KEY": task.api_key,
+        "ANTHROPIC_MODEL": task.model,
     }
     variables["PYTHONIOENCODING"] = "utf-8"  # its output is read so
     # Files, not pipes: the end of a pipe waits for every process that the program leaves running.

@@ -1,4 +1,4 @@
-"""Record the calls that agents make on vLLM's own OpenAI-compatible routes, token by token.
+"""Record the calls that agents make on vLLM's own client routes, token by token.
 
 A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with the recorder of its session in
 `vllm_api.SAMPLE`, where the engine finds it: so what was really sampled is recorded, in whatever
@@ -39,12 +39,22 @@ from hocket.server.parts import Server, router, server_part
 from hocket.types import Image
 
 MAX_SESSIONS = 4096
-ROUTES = ("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions")
+ROUTES = (
+    "GET /v1/models",
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "POST /v1/responses",
+)
 """The routes of vLLM that an agent may use."""
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""The names of an agent's own limit, by route."""
 TOO_LONG = frozenset({"input_tokens", "input_text"})
 """Parameters that vLLM's routes blame for a prompt that is longer than the context."""
 NO_ROOM = "max_tokens must be at least 1, got 0"
 """What they say where it fills the context; an agent's own 0 is refused before."""
+_NAMED = re.compile(rf"\(parameter=({'|'.join(sorted(TOO_LONG))})\b")
 _PATH = re.compile(r"/sessions/([^/]+)/v1/.*")
 
 
@@ -289,7 +299,7 @@ class Forward:
             return content  # vLLM says what is wrong with it
         wrong = [name for name in ("n", "best_of") if body.get(name) not in (None, 1)]
         wrong += [name for name in ("use_beam_search", "echo") if body.get(name)]
-        wrong += [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) == 0]
+        wrong += [name for name in LIMITS if body.get(name) == 0]
         if wrong:
             reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
             raise ApiError(400, "not_recorded", reason, "leave it out")
@@ -303,7 +313,10 @@ def _watched(send: Send, session: OpenSession) -> Send:
         # Most messages are no error, or one of another kind.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             error = json.loads(message["body"])["error"]
-            session.cut_off |= error["param"] in TOO_LONG or NO_ROOM in error["message"]
+            text = error["message"]
+            # The messages route has the parameter in the text alone.
+            is_too_long = error.get("param") in TOO_LONG or _NAMED.search(text) is not None
+            session.cut_off |= is_too_long or NO_ROOM in text
         await send(message)
 
     return watched
@@ -323,6 +336,8 @@ def recording(
     if request_id.startswith("cmpl-"):
         # "-0" is the number of the prompt, which the answer's id lacks.
         request_id = request_id.removesuffix("-0")
+    elif request_id.startswith("resp_"):
+        request_id = request_id.rpartition("_")[0]  # likewise, without the number of the request
     call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens, request_id, images)
 
     def sample() -> AsyncGenerator[Any, None]:

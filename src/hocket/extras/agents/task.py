@@ -16,10 +16,15 @@ class Task:
     answer: str | None  # the reference answer
     meta: Mapping[str, Any]  # the row's other columns
     seed: int  # the same in every run with these settings
-    base_url: str  # URL of the policy, for any OpenAI client
+    base_url: str  # URL of the policy, for any OpenAI client; it ends in /v1
     api_key: str  # key to this episode's session at that URL
     model: str  # name of the policy there
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)  # rewards by call id
+
+    @property
+    def anthropic_url(self) -> str:
+        """URL of the policy for Anthropic's client, which adds /v1 itself."""
+        return self.base_url.removesuffix("/v1")
 
     def reward(self, value: float, call: str) -> None:
         """Add to the reward of a call, by the `id` of its answer (algorithm.credit)."""

@@ -84,7 +84,7 @@ class Named:
                 await answer.end_stream()
 
 
-async def noted(
+def noted(
     answer: "Answer",
     remembered: "Recent[set[int]]",
     sample: vllm_api.Sample,
@@ -93,11 +93,24 @@ async def noted(
     params: Any,
     request_id: str,
 ) -> AsyncGenerator[Any, None]:
-    """Yield the outputs of `sample`; note the weight versions of their tokens, or the error."""
+    """Sample, and note the weight versions of the tokens, or the error.
+
+    A request that `sample` refuses is refused here, before a stream begins.
+    """
     # vLLM adds the number of the request to the id of a response; other ids are not asked for.
     remembered[request_id.rpartition("_")[0]] = answer.versions
     try:
         outputs = sample(generate, prompt, params, request_id)
+    except ApiError as error:
+        answer.error = error
+        raise
+    return _note_outputs(answer, outputs)
+
+
+async def _note_outputs(
+    answer: "Answer", outputs: AsyncGenerator[Any, None]
+) -> AsyncGenerator[Any, None]:
+    try:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 for completion in output.outputs:

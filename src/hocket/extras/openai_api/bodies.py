@@ -6,7 +6,6 @@ in hocket's form where vLLM's code fails on a value that it did not expect.
 
 import json
 import logging
-from argparse import Namespace
 from typing import Annotated, Any
 
 import pydantic
@@ -16,7 +15,7 @@ from fastapi.responses import Response
 
 from hocket.common.tasks import run_in_thread
 from hocket.errors import cause_of
-from hocket.extras.openai_api.models import require_name
+from hocket.extras.openai_api.models import require_name, served_names
 from hocket.protocol import FAIL_FAST, MAX_PROMPTS, MAX_SAMPLES, TokenId
 from hocket.server.errors import ApiError, check_count, invalid
 from hocket.server.parts import CLIENT_PATHS, Server
@@ -42,10 +41,12 @@ def install(server: Server) -> None:
     for error_type in (AssertionError, AttributeError, LookupError):
         server.app.add_exception_handler(error_type, _failed)
 
-    async def check(content: bytes) -> None:
+    async def check(path: str, content: bytes) -> None:
         server.engine.require_ready()
+        # An agent may ask for any model; its session answers with the one that is trained.
+        names = [] if path.startswith("/sessions/") else served_names(server)
         if content:
-            await run_in_thread(_check, content, server.arguments)
+            await run_in_thread(_check, content, names)
 
     server.guard.checks.append((CLIENT_PATHS, check))
 
@@ -63,7 +64,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     return ApiError(500, "internal", message, "the server's log says more").response()
 
 
-def _check(content: bytes, arguments: Namespace) -> None:
+def _check(content: bytes, names: list[str]) -> None:
     """Raise ApiError for a body that vLLM should not see. vLLM itself checks the fields' values."""
     if len(content) > MAX_BYTES:
         message = f"the body is larger than {MAX_BYTES >> 20} MiB"
@@ -78,7 +79,9 @@ def _check(content: bytes, arguments: Namespace) -> None:
         raise ApiError(400, "malformed_json", f"body: {error}", hint) from error
     if isinstance(body, dict):
         _check_prompts(body)
-        _check_name(body, arguments)
+        name = body.get("model")
+        if isinstance(name, str) and names:
+            require_name(name, names)
         if body.get("background"):
             message = (
                 "background: an answer that is fetched later can't be cancelled with its client"
@@ -101,14 +104,6 @@ def _check_prompts(body: dict[str, Any]) -> None:
     prompts = sampled.prompt if isinstance(sampled.prompt, list) else []
     texts = [prompt for prompt in prompts if not isinstance(prompt, int)]
     check_count((sampled.n or 1) * len(texts))
-
-
-def _check_name(body: dict[str, Any], arguments: Namespace) -> None:
-    """Raise ApiError for a model that is not served; vLLM does not say which one is."""
-    name = body.get("model")
-    names = getattr(arguments, "served_model_name", None)
-    if isinstance(name, str) and names:
-        require_name(name, names)
 
 
 def _check_values(values: list[Any]) -> None:

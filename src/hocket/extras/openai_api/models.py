@@ -10,7 +10,7 @@ from hocket.server.parts import Server
 
 def served_names(server: Server) -> list[str]:
     """List the names by which clients may ask for the model; the first is the one that is shown."""
-    return list(server.arguments.served_model_name)
+    return list(getattr(server.arguments, "served_model_name", ()))
 
 
 def add_model_route(server: Server, names: list[str]) -> None:
