@@ -326,7 +326,7 @@ class SessionRequest(Request[SessionResponse]):
     sampling: SamplingParams
     max_length: int = Field(ge=2)  # tokens of prompt and completion
     max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0, le=100_000)  # seconds without a call until it is forgotten
+    idle_timeout_s: float = Field(ge=1, le=100_000)  # seconds without a call until it is forgotten
     session: str | None = None  # session of the server, as in a GenerateRequest
 
 

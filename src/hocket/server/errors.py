@@ -8,6 +8,7 @@ import pydantic
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from hocket.errors import HocketError
 from hocket.protocol import MAX_COMPLETIONS, ErrorBody, ErrorResponse, SamplingParams
@@ -123,7 +124,19 @@ async def http_error(request: Request, error: Exception) -> Response:
     hint = "the routes are listed at /docs"
     response = ApiError(error.status_code, code, str(error.detail), hint).response()
     response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        response.headers["Allow"] = ", ".join(sorted(_allowed(request)))
     return response
+
+
+def _allowed(request: Request) -> set[str]:
+    """List the methods of all routes at a request's path; each route names only its own."""
+    methods = set[str]()
+    for route in request.app.routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE:
+            methods.update(getattr(route, "methods", None) or ())
+    return methods
 
 
 def encodable(text: str) -> str:

@@ -81,9 +81,10 @@ class Guard:
             _require_plain(headers)
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
+                read = body if scope["method"] == "POST" else b""  # no other route reads a body
                 for paths, check in self.checks:
                     if paths.fullmatch(scope["path"]):
-                        body = await check(scope["path"], body) or body
+                        body = await check(scope["path"], read) or body
                 message = {"type": "http.request", "body": body, "more_body": False}
                 receive = replay(message, receive)
             scope.setdefault("state", {})[ADMITTED] = True

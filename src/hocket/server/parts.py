@@ -17,7 +17,7 @@ from hocket.server.engine import Engine
 from hocket.server.errors import parse
 from hocket.server.middleware import Guard
 
-STATUSES = (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)
+STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 500, 503, 507)
 """The HTTP statuses of refusals, which /docs lists for every route."""
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 CLIENT_PATHS = re.compile(r"(/sessions/[^/]+)?/(v1/.*|(de)?tokenize)")

@@ -18,11 +18,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hocket.errors import cause_of
 from hocket.extras.openai_api.limits import Strangers
 from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 
+logger = logging.getLogger("hocket")
 T = TypeVar("T")
 ANSWER: ContextVar["Answer | None"] = ContextVar("answer", default=None)
 """The answer to the request that is being served."""
@@ -78,10 +80,12 @@ class Named:
             ANSWER.set(answer)
             try:
                 await self._app(scope, receive, answer.send)
-            except Exception:
-                if answer.error is None:
+            except Exception as failure:
+                # Once a route has begun a stream, no handler of errors can answer for it.
+                if not answer.has_begun:
                     raise
-                await answer.end_stream()
+                answer.error = answer.error or _failure(failure)
+                await answer.fail(answer.error)
 
 
 def noted(
@@ -192,7 +196,7 @@ class Answer:
         is_last = not message.get("more_body", False)
         if self._is_stream:
             if self.error is not None:
-                return await self.end_stream()
+                return await self.fail(self.error)
             *events, self._rest = body.split(b"\n\n")
             body = b"".join(self._event(event) + b"\n\n" for event in events)
             if is_last:
@@ -202,23 +206,24 @@ class Answer:
         elif not is_last:
             self._rest = body
         elif self.error is not None:
-            await self._refuse(self.error)
+            await self.fail(self.error)
         else:
             body = self._whole(body)
             await self._begin(len(body))
             await self._send({"type": "http.response.body", "body": body})
 
-    async def end_stream(self) -> None:
-        """End a stream with the error, in place of what vLLM makes of it."""
-        assert self.error is not None
-        self._has_ended = True
-        await self._begin()
-        body = error_event(self._path, self.error)
-        await self._send({"type": "http.response.body", "body": body})
+    @property
+    def has_begun(self) -> bool:
+        """True once the route has begun its answer, whether or not the client has seen any of it."""
+        return self._start is not None or self._is_stream
 
-    async def _refuse(self, error: ApiError) -> None:
-        """Answer with the error, in place of what vLLM makes of it."""
+    async def fail(self, error: ApiError) -> None:
+        """Answer with the error, or end a stream with it, in place of what vLLM makes of it."""
         self._has_ended = True
+        if self._is_stream and self._start is None:
+            body = error_event(self._path, error)
+            await self._send({"type": "http.response.body", "body": body})
+            return
         response = error.response()
         if self._path.endswith("/messages"):
             response = JSONResponse(anthropic_error(error), error.status)
@@ -266,6 +271,20 @@ class Answer:
         place = fields["response"] if isinstance(fields.get("response"), dict) else fields
         place[FIELD] = self._numbers()
         return head + mark + json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _failure(failure: Exception) -> ApiError:
+    """Make the error of a stream in which vLLM raised something."""
+    from vllm.exceptions import VLLMClientError
+
+    cause = failure.__cause__ or failure
+    if isinstance(cause, VLLMClientError | ValueError | TypeError):
+        return ApiError(
+            400, "refused_by_vllm", str(cause), "change the request as the message says"
+        )
+    logger.error("vLLM failed in a stream", exc_info=cause)
+    message = f"{type(cause).__name__}: {cause_of(cause)}"
+    return ApiError(500, "internal", message, "the server's log says more")
 
 
 def error_event(path: str, error: ApiError) -> bytes:

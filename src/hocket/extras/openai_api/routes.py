@@ -6,11 +6,13 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.routing import Route
 
 from hocket.extras.openai_api import bodies
 from hocket.extras.openai_api.answers import Named, Recent, hide_known
 from hocket.extras.openai_api.limits import Strangers
 from hocket.extras.openai_api.models import add_model_route, served_names
+from hocket.extras.openai_api.schema import describe
 from hocket.server import vllm_api
 from hocket.server.parts import Server, server_part
 from hocket.server.vllm_arguments import app_arguments
@@ -88,9 +90,15 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
                 strangers=strangers,
                 remembered=remembered,
             )
+        if path == "/metrics":
+            route = Route(path, route.app, methods=["GET"])  # a mount takes any method
         app.router.routes.append(route)
     add_model_route(server, served_names(server))
+    describe(app, ROUTES)
 
-    # A handler of hocket's goes before vLLM's for the same error.
-    app.exception_handlers = {**theirs.exception_handlers, **app.exception_handlers}
+    # A handler of hocket's goes before vLLM's for the same error, but FastAPI's own does not.
+    defaults = FastAPI().exception_handlers
+    for error, handler in theirs.exception_handlers.items():
+        if app.exception_handlers.get(error) is defaults.get(error):
+            app.exception_handlers[error] = handler
     app.user_middleware.extend(theirs.user_middleware)
