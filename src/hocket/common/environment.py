@@ -228,6 +228,7 @@ def _install(command: str) -> None:
         )
     import fcntl  # not on Windows
 
+    # Whoever locks this file may install; its steps inherit the lock.
     with (ROOT / ".venv.lock").open("w") as turn:
         print(
             "run.py: .venv lacks packages; if another run.py installs them, this one waits",

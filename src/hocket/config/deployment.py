@@ -37,18 +37,10 @@ def web_url(url: str) -> str:
     return url
 
 
-def _without_slash(url: str) -> str:
-    return url.rstrip("/")
-
-
-def _without_repetition(urls: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(urls))
-
-
 WebUrl = Annotated[str, pydantic.AfterValidator(web_url)]
 # The URL of a server, to which paths are appended.
-Url = Annotated[WebUrl, pydantic.AfterValidator(_without_slash)]
-Urls = Annotated[tuple[Url, ...], or_one, pydantic.AfterValidator(_without_repetition)]
+Url = Annotated[WebUrl, pydantic.AfterValidator(lambda url: url.rstrip("/"))]
+_distinct = pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))
 
 
 class PipelineConfig(Section):
@@ -93,7 +85,10 @@ class SyncConfig(Section):
 
     @property
     def bucket_timeout_s(self) -> float:
-        """Seconds for a server to join NCCL's group, or to take one of a version's buckets."""
+        """Seconds for a server to join NCCL's group, or to take one of a version's buckets.
+
+        The other servers wait for it: it gets a quarter of the time for the whole version.
+        """
         return self.timeout_s / 4
 
     @property
@@ -112,7 +107,7 @@ class ServerConfig(Section):
     """Address of the server; any but loopback needs a token."""
     port: int = Field(8000, ge=1, le=65535)
     """Port of the server."""
-    urls: Urls = ()
+    urls: Annotated[tuple[Url, ...], or_one, _distinct] = ()
     """URLs of the servers. Default: http://host:port."""
     discover: UserPath | None = None
     """Servers that come and go: NAME:PORT, by DNS, or a file of URLs, PATH/FILE."""

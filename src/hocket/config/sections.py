@@ -35,17 +35,16 @@ def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
 
 
-def _as_named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+def _or_key(key: str) -> pydantic.BeforeValidator:
+    """Let a user write TEXT for {key: TEXT}."""
+    return pydantic.BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str | dict) else value
-
-
-or_name = pydantic.BeforeValidator(_as_named)
-"""Lets a user write NAME for {name: NAME}."""
-or_one = pydantic.BeforeValidator(_as_tuple)
+or_name = _or_key("name")
+or_source = _or_key("source")
+or_one = pydantic.BeforeValidator(
+    lambda value: (value,) if isinstance(value, str | dict) else value
+)
 """Lets a user write X for [X]."""
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]

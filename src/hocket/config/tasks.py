@@ -12,15 +12,7 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 from pydantic import Field
 
-from hocket.config.sections import Chosen, Names, Range, Section, or_name
-
-
-def _as_source(value: Any) -> Any:
-    return {"source": value} if isinstance(value, str) else value
-
-
-_or_source = pydantic.BeforeValidator(_as_source)
-"""Lets a user write SOURCE for {source: SOURCE}."""
+from hocket.config.sections import Chosen, Names, Range, Section, or_name, or_source
 
 TEMPLATE_ARGUMENTS = (
     "messages",
@@ -229,7 +221,7 @@ class SourceConfig(DataConfig):
 
     name: str = ""  # default: the name of its file, data set or task
     weight: float = Field(1.0, ge=0)  # share of the draws, relative to the other sources
-    held_out: Annotated[HeldOutConfig, _or_source] = HeldOutConfig()  # takes the keys of eval.data
+    held_out: Annotated[HeldOutConfig, or_source] = HeldOutConfig()  # takes the keys of eval.data
     env: Annotated[EnvConfig | None, or_name] = None
     curriculum: Annotated[CurriculumConfig | None, or_name] = None
     # Takes the keys of rewards.functions.
@@ -284,7 +276,7 @@ class SourceSettings:
 class TrainingDataConfig(DataConfig):
     """Section data, with the keys that only the run itself has."""
 
-    sources: tuple[Annotated[SourceConfig, _or_source], ...] = ()
+    sources: tuple[Annotated[SourceConfig, or_source], ...] = ()
     """Several sources, drawn by weight, in place of `source`: [{source, weight, rewards, env, ...}]
     (mixtures.md)."""
     exclude_overlap: bool = False
