@@ -193,7 +193,7 @@ def _kinds(field: FieldInfo) -> tuple[Any, ...]:
     return get_args(field.annotation) or (field.annotation,)
 
 
-_OF_TEXT = {str, UserPath, re.Pattern[str], type(None)}
+_OF_TEXT = {str, UserPath, re.Pattern[str], type(None)}  # types that no YAML is read for
 _TEXTS = {key for key, field in _fields() if set(_kinds(field)) <= _OF_TEXT}
 """Keys whose value is literal text: "runs/a #3", "2024_10", "0123"."""
 
@@ -201,11 +201,10 @@ _MEANINGS = {key: field.description for key, field in _fields() if field.descrip
 
 
 def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
-    if isinstance(value, Section):
-        value = {}
-    else:
-        value = pydantic_core.to_jsonable_python(value, exclude_none=True)
+    """Write a field's default as YAML; {} for a section, whose keys are listed themselves."""
+    default = field.get_default(call_default_factory=True)
+    is_section = isinstance(default, Section)
+    value = {} if is_section else pydantic_core.to_jsonable_python(default, exclude_none=True)
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
@@ -292,12 +291,9 @@ def _name_here(key: str) -> str | None:
             settings[name] = setting
 
     # "actor.optim.lr" is looked up whole, then as "optim.lr", then as "lr".
-    words = key.split(".")
-    for i in range(len(words)):
-        end = ".".join(words[i:])
-        if end in settings:
-            return settings[end]
-    return None
+    while key and key not in settings:
+        key = key.partition(".")[2]
+    return settings.get(key)
 
 
 def _names_elsewhere() -> Iterator[tuple[str, str]]:

@@ -160,10 +160,9 @@ class Config(Section):
         # A key that is unset here has the value of section data. Written out, it would be set when
         # the file is read again, and a `source` that is set names held-out rows.
         values["eval"]["data"] = self.eval.data.model_dump(mode="json", exclude_unset=True)
-        sources = [
+        values["data"]["sources"] = [
             source.model_dump(mode="json", exclude_unset=True) for source in self.data.sources
         ]
-        values["data"]["sources"] = sources
         return values
 
     def changes(self, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -174,12 +173,8 @@ class Config(Section):
         # A setting that is newer than the earlier values had its default then.
         old = _by_key(Config().as_dict()) | _by_key(before)
         new = _by_key(self.as_dict())
-        keys = (old.keys() | new.keys()) - {"checkpoint.resume"}
-        changed = {}
-        for key in sorted(keys):
-            if old.get(key) != new.get(key):
-                changed[key] = (old.get(key), new.get(key))
-        return changed
+        keys = sorted((old.keys() | new.keys()) - {"checkpoint.resume"})
+        return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
     @property
     def run_dir(self) -> Path:
