@@ -75,7 +75,8 @@ def ensure(command: str, *, install: bool = True, update: bool = True) -> None:
         if not is_inside and _python().exists():  # the user made .venv, and it may have them
             _enter()
     if not _is_complete():
-        has_older = "lock" in _state() and _python().exists()  # from another lock or build
+        # It may be whole, but of another lock or build.
+        has_older = "lock" in _state() and _python().exists()
         users = _users()
         if has_older and (users or not update):
             if is_inside:

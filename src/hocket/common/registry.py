@@ -197,11 +197,16 @@ def options_of(
 ) -> dict[str, Any]:
     """Check the options of a plugin, and convert them to the types that it is annotated with.
 
-    `target` is the plugin's function or class, and `title` its name in errors. Its parameters named
-    in `keys` are no options: hocket passes them. `elsewhere` maps names that other programs use to
-    one of the keys. `row` is added to the error of a missing option.
-
     Raises ConfigError for options that are missing, unknown or of a wrong type.
+
+    Args:
+        title: the plugin's name in errors.
+        target: its function or class.
+        options: the values that the user has set.
+        section: the setting that has them, in errors.
+        keys: parameters of the target that are no options: hocket passes them.
+        row: the end of the error of a missing option.
+        elsewhere: name of a parameter in another program -> the key that it means.
     """
     import pydantic  # its import would take a third of a reward worker's start
     import typing_extensions as typed  # before Python 3.12 pydantic needs its TypedDict

@@ -202,6 +202,8 @@ def retrieve(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
+# Times of pieces of work, for metrics and the timeline.
+
 MAIN = "trainer, rank 0"
 
 
