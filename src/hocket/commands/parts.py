@@ -129,17 +129,17 @@ class Parts(AbstractContextManager["Parts"]):
                 tokenizer = model_folder.examine(config.model)
             else:
                 tokenizer = tokenizers.load(config.model.path)
-            longest = tokenizers.longest_sequence(config.model, config.trainer)
+            longest, limit = tokenizers.longest_sequence(config.model, config.trainer)
             by_name = {}
             for name, settings in config.sources.items():
-                by_name[name] = PromptSource(settings, config, tokenizer, longest, console)
+                by_name[name] = PromptSource(settings, config, tokenizer, (longest, limit), console)
             return cls(
                 config=config,
                 console=console,
                 servers=Servers(config),
                 calls=calls,
                 tokenizer=tokenizer,
-                longest=longest[0],
+                longest=longest,
                 sources=by_name,
                 stack=stack.pop_all(),
             )

@@ -215,14 +215,13 @@ async def _try_servers(
 ) -> None:
     """Compare servers with this run, and have each sample a token."""
     config = parts.config
-    sampling = SamplingParams(max_tokens=1, seed=1)
     toolboxes = [source.example.toolbox for source in parts.sources.values()]
     request = GenerateRequest(
         prompts=[prompt_input(prompt.token_ids, prompt.images)],
-        sampling=sampling,
+        sampling=SamplingParams(max_tokens=1, seed=1),
+        # These show whether the server can find tool calls in the model's text.
         tools=next(filter(None, toolboxes), None),
     )
-    # The tools show whether the server can find tool calls in the model's text.
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
             check_server(await server.health())

@@ -132,8 +132,8 @@ class PromptSource:
         settings = self.settings
         _refuse_unanswered(settings.data, settings.rewards.functions)
         completion = settings.max_tokens
-        prompts, prompt = self._fitting("train", settings.data, "rollout.max_tokens", completion)
-        return prompts, prompt + self.example.thinking_tokens + completion
+        prompts, longest = self._fitting("train", settings.data, "rollout.max_tokens", completion)
+        return prompts, longest + self.example.thinking_tokens + completion
 
     def _check_turns(self, data: DataConfig) -> None:
         """Check that the chat template can render what an environment replies between two turns.
