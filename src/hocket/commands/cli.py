@@ -378,19 +378,16 @@ def _reward_test(args: argparse.Namespace) -> int:
     return score_samples(args.config, args.samples, args.against)
 
 
-_REFERENCE = _page(
-    "--reference", config_module.reference, "print every key with default and meaning"
+@command(
+    "config",
+    SETTINGS,
+    _page("--reference", config_module.reference, "print every key with default and meaning"),
+    _page("--metrics", metrics.reference, "print every metric with meaning and healthy range"),
+    _page("--files", rows.reference, "print every key of a run folder's files"),
+    _page(
+        "--presets", config_module.preset_table, "print the settings of every published algorithm"
+    ),
 )
-_METRICS = _page(
-    "--metrics", metrics.reference, "print every metric with meaning and healthy range"
-)
-_FILES = _page("--files", rows.reference, "print every key of a run folder's files")
-_PRESETS = _page(
-    "--presets", config_module.preset_table, "print the settings of every published algorithm"
-)
-
-
-@command("config", SETTINGS, _REFERENCE, _METRICS, _FILES, _PRESETS)
 def _config(args: argparse.Namespace) -> None:
     if args.page:
         print(args.page())

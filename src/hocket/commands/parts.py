@@ -31,9 +31,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hocket.client.member import Member
 from hocket.client.pool import ServerPool
 from hocket.commands import sources
-from hocket.commands.servers import Servers, bring_up_as_they_are, refuse_other
+from hocket.commands.servers import Servers, refuse_other, refuse_other_model
 from hocket.commands.sources import HeldOutPrompts, PromptSource, RewardNames
 from hocket.config import Config
 from hocket.data import model_folder
@@ -285,8 +286,6 @@ class Parts(AbstractContextManager["Parts"]):
         scorers = {}
         for name, source in self.sources.items():
             scorers[name] = RewardScorer(self.calls[name], names(source.settings))
-        if len(scorers) == 1:
-            return next(iter(scorers.values()))
         return sources.EachScorer(scorers)
 
     def plays(self, servers: ServerPool, longest: int) -> dict[str, Play]:
@@ -436,9 +435,15 @@ class Parts(AbstractContextManager["Parts"]):
         else:
             on_wait = self.own_server(arguments)
         async with self.servers.pool(on_wait=on_wait, say=say) as servers:
-            servers.bring_up = partial(
-                bring_up_as_they_are, servers, self.config, self.tokenizer, say
-            )
+
+            async def bring_up(there: Mapping[Member, Health]) -> None:
+                for member, health in there.items():
+                    refuse_other_model(self.config, self.tokenizer, member.url, health)
+                    serves = f"the server at {member.url} serves {health.model}"
+                    say(f"{serves}, version {health.version}")
+                    servers.mark_up(member, health)
+
+            servers.bring_up = bring_up
             await servers.wait_up()
             yield servers
 

@@ -56,14 +56,8 @@ def train(
 ) -> int:
     """Train, from the newest checkpoint if there is one. Rank 0 runs the loop, the others follow.
 
-    Args:
-        config: The settings of the run.
-        dry_run: Only print what the run would use.
-        serve: Start a server if none answers.
-        on_step: Called after each step; ends the run where it returns True.
-
-    Returns:
-        The exit status: 0, or NO_UPDATE.
+    With `serve` a server is started if none answers. `on_step` is called after each step, and ends
+    the run where it returns True. Returns the exit status: 0, or NO_UPDATE.
     """
     # Faults of the settings show first, on all ranks, before anything is started.
     config.refuse_outside()
@@ -359,10 +353,7 @@ def _checkpoints(
 
 
 def _shape(config: Config) -> "Callable[[Group], ScoredGroup]":
-    """Make the function that turns a group's rewards into advantages and samples to train on.
-
-    It shapes each group by the settings of the group's source.
-    """
+    """Make the function that prepares a group's rewards, by the settings of the group's source."""
     from hocket.algorithm.samples import shape
 
     sources = config.sources

@@ -1,13 +1,12 @@
 """The servers of a command: where they are, what starts before them, and which ones it can use."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hocket.client.discover import find_servers, follow
-from hocket.client.member import Member
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
 from hocket.client.take_over import claim
@@ -130,29 +129,15 @@ def refuse_other(config: Config, tokenizer: Any, length: int, health: Health) ->
         refuse("highest rank of adapters", health.max_adapter_rank, rank, "model.lora")
 
 
-async def bring_up_as_they_are(
-    servers: ServerPool,
-    config: Config,
-    tokenizer: Any,
-    say: Callable[[str], None],
-    there: Mapping[Member, Health],
-) -> None:
-    """Mark servers up with the weights that they have, for a command without a trainer.
-
-    Raises ConfigError for a server of another model than the config's.
-    """
+def refuse_other_model(config: Config, tokenizer: Any, url: str, health: Health) -> None:
+    """Raise ConfigError for a server whose own weights are not those that a command asks for."""
     model = config.model.path
-    fingerprint = tokenizers.fingerprint(tokenizer)
-    for member, health in there.items():
-        serves = f"the server at {member.url} serves {health.model}"
-        if health.tokenizer_sha256 != fingerprint:
-            other = f"whose tokenizer is not that of model.path={model}"
-            raise ConfigError(f"{serves}, {other}; name the same model")
-        # A server that no setting names is expected to serve model.path itself.
-        is_model = Path(health.model).resolve() == Path(model).resolve()
-        if not config.names_servers and not is_model:
-            setting = f"server.urls=[{member.url}]"
-            advice = f"to measure that one set {setting}, else another server.port"
-            raise ConfigError(f"{serves}, not model.path={model}; {advice}")
-        say(f"{serves}, version {health.version}")
-        servers.mark_up(member, health)
+    serves = f"the server at {url} serves {health.model}"
+    if health.tokenizer_sha256 != tokenizers.fingerprint(tokenizer):
+        other = f"whose tokenizer is not that of model.path={model}"
+        raise ConfigError(f"{serves}, {other}; name the same model")
+    # A server that no setting names is expected to serve model.path itself.
+    is_model = Path(health.model).resolve() == Path(model).resolve()
+    if not config.names_servers and not is_model:
+        advice = f"to measure that one set server.urls=[{url}], else another server.port"
+        raise ConfigError(f"{serves}, not model.path={model}; {advice}")

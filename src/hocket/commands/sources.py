@@ -90,17 +90,10 @@ class PromptSource:
         longest: tuple[int, str],
         console: Console,
     ) -> None:
-        """Make the source of these settings.
+        """Make the source of these settings, in the run of `config`.
 
-        Args:
-            settings: The settings of the source.
-            config: The settings of the run.
-            tokenizer: The tokenizer of the model.
-            longest: The number of tokens that a sequence may have, and the setting that limits it.
-            console: Prints what is odd about the prompts.
-
-        Raises:
-            ConfigError: The reward env is named, but the environment gives none.
+        `longest` is the number of tokens that a sequence may have, and the setting that limits it.
+        Raises ConfigError if the reward env is named, but the environment gives none.
         """
         self.settings = settings
         self._config = config
@@ -263,7 +256,7 @@ class PromptSource:
 
 
 class EachScorer(RewardScorer):
-    """Scores a rollout by the rewards of its source, in a run with several sources."""
+    """Scores a rollout by the rewards of its source."""
 
     def __init__(self, scorers: Mapping[str, RewardScorer]) -> None:
         self._scorers = scorers  # by source
