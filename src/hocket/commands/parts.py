@@ -16,10 +16,10 @@
 A stage takes the earlier ones as arguments, so that none can be made too early. All are frozen,
 except for trainer, pool, publisher and checkpoints, which have states of their own.
 
-Some of these four call each other, or the run parts. This file sets these hooks, and no other does:
-`publisher` sets `Publisher.trainer_turn` and `ServerPool.bring_up` (in a command without a trainer,
-`servers_as_they_are` sets the latter); `join` sets `Publisher.parts`, `ServerPool.on_change` and
-`Checkpoints.after`.
+Some of these four call each other, or the run parts, by hooks that this file alone sets:
+- `publisher`: `Publisher.trainer_turn` and `ServerPool.bring_up`
+- `servers_as_they_are`, in a command without a trainer: `ServerPool.bring_up`
+- `join`: `Publisher.parts`, `ServerPool.on_change` and `Checkpoints.after`
 """
 
 import dataclasses
