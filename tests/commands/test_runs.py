@@ -1,6 +1,5 @@
 """What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -15,8 +14,8 @@ import pytest
 
 import hocket
 from hocket.client.server import ServerClient
-from hocket.commands import parts
 from hocket.commands import runs as commands
+from hocket.commands.servers import Servers
 from hocket.config import Config, load
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, HocketError, RewardError, ServerError
@@ -143,7 +142,7 @@ def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_i
 
     for name in ("servers_as_they_are", "own_server", "trainer"):
         monkeypatch.setattr(commands.Parts, name, lambda *_: pytest.fail("a server or the trainer was asked for"))
-    monkeypatch.setattr(parts.Servers, "clear_gpu", lambda *_, **__: pytest.fail("a server was waited for"))
+    monkeypatch.setattr(Servers, "wait_for_gpu", lambda *_, **__: pytest.fail("a server was waited for"))
     request.addfinalizer(lambda: REWARDS.forget("broken"))
     settings = [f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4"]
     settings.append("rewards.functions={broken: 1}")
@@ -324,43 +323,6 @@ def test_credit_per_turn_needs_the_reward_of_an_environment(dry_run: Any) -> Non
     own = ["algorithm.credit=step_groups", "rewards.functions={exact_match: 1}"]
     with pytest.raises(ConfigError, match=r"needs rewards of turns .*: add rewards\.functions\.env"):
         dry_run(*own)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "settings", "waits"),
-    [
-        ("", [], False),
-        ("0", [], True),
-        ("0,1", [], True),  # both take the first one
-        ("1", ["launch.gpus_apart=true"], False),  # as `launch` says it
-        ("0", ["launch.gpus_apart=false", "server.urls=[http://10.0.0.5:8000]"], True),
-        ("0", ["server.urls=[http://10.0.0.5:8000]"], False),
-        ("", ["launch.share_gpu=true"], True),
-    ],
-)
-def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_memory(
-    gpus: str, settings: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = list[str]()
-
-    class Pool:
-        async def __aenter__(self) -> "Pool":
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
-        async def wait_up(self) -> None:
-            done.append("waited")
-
-    async def put_to_sleep(*_: object, keep: bool) -> None:
-        done.append("put to sleep")
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setenv("HOCKET_DEVICE", "cuda")  # else a machine without a driver has no GPU
-    monkeypatch.setattr(parts.Servers, "pool", lambda *_: Pool())
-    monkeypatch.setattr(parts, "put_to_sleep", put_to_sleep)
-    asyncio.run(parts.Servers(load(None, settings)).clear_gpu())
-    assert done == ["waited"] * waits + ["put to sleep"] * ("launch.share_gpu=true" in settings)
 
 
 @pytest.mark.parametrize(
