@@ -101,10 +101,11 @@ class DiskTransport:
         """Upload a written version if need be, and have a server load it. Returns any failure."""
         timeout_s = self.sync.timeout_s
         try:
-            name = written.folder.relative_to(self.root.resolve()).as_posix()
+            folder = written.folder
+            name = folder.relative_to(self.root.resolve()).as_posix()
             if self.sync.upload:
-                name = "-".join((self._upload_name, *written.folder.parts[-2:]))
-                name = await server.upload(written.folder, name, timeout_s=timeout_s)
+                name = f"{self._upload_name}-{folder.parent.name}-{folder.name}"
+                name = await server.upload(folder, name, timeout_s=timeout_s)
             request = ReloadRequest(
                 version=written.version,
                 source=source_of(written.kind, name),
