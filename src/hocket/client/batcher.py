@@ -7,7 +7,6 @@ requested again, from another one.
 import asyncio
 import dataclasses
 import itertools
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -203,12 +202,12 @@ class Batcher:
         """
         deadline, name = group
         homes = self._homes.setdefault(deadline, {})
-        member = min(load, key=load.__getitem__)
-        home, first_size = homes.get(name, (member, size))
-        if load.get(home, math.inf) - load[member] <= first_size:
-            member = home
-        homes[name] = member, first_size
-        return member
+        idlest = min(load, key=load.__getitem__)
+        home, first_size = homes.get(name, (idlest, size))
+        if home not in load or load[home] - load[idlest] > first_size:
+            home = idlest
+        homes[name] = home, first_size
+        return home
 
     # Requests
 

@@ -316,6 +316,7 @@ class ServerPool:
         try:
             await self.bring_up(healths)
         except (ServerError, SyncError) as error:
+            # Which one has failed shows once each is brought up alone.
             for member in healths:
                 if member.is_up:  # it took the weights, but not all checks have passed
                     self._move(member, State.JOINING, str(error))

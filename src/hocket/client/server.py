@@ -135,6 +135,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             return _parse(answer, response)
 
     def _signed(self, request: R) -> R:
+        """Put the trainer's id into a request."""
         return request.model_copy(update={"trainer": self._trainer})
 
     @asynccontextmanager

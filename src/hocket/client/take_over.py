@@ -35,7 +35,8 @@ class Claims:
     trainer: str  # the trainer's id
     take_over: bool
     _held: set[Member] = dataclasses.field(default_factory=set)  # servers claimed at some time
-    _reported: set[Member] = dataclasses.field(default_factory=set)  # servers that missed one
+    # Servers that took no heartbeat, which is said once.
+    _reported: set[Member] = dataclasses.field(default_factory=set)
 
     async def look(self, member: Member) -> Health:
         """Claim a server. Raises ServerError where another trainer has it.

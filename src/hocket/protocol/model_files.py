@@ -185,12 +185,12 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
         auto = transformers.AutoModelForSequenceClassification
     elif hasattr(config, "vision_config"):
         auto = transformers.AutoModelForImageTextToText
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    # Its report is read here, not printed.
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # its report is read here, not printed
-    tensors: dict[str, torch.Tensor] = {}
-    for name, shape in shapes.items():
-        tensors[name] = torch.empty(shape, device="meta")
+    transformers.utils.logging.set_verbosity_error()
     try:
         with torch.device("meta"):
             empty = auto.from_config(config, trust_remote_code=False)

@@ -92,10 +92,8 @@ class DiskTransport:
         with timed(metrics, "sync/transfer_s"):
             requests = [self._ask(server, written, compare) for server in servers]
             answers = await asyncio.gather(*requests)
-        answer_of = dict[ServerClient, tuple[str, Answer]]()
-        for server, answer in zip(servers, answers, strict=True):
-            answer_of[server] = written.checksum, answer
-        return Delivery(answer_of, metrics)
+        pairs = [(written.checksum, answer) for answer in answers]
+        return Delivery(dict(zip(servers, pairs, strict=True)), metrics)
 
     async def _ask(self, server: ServerClient, written: WrittenVersion, compare: bool) -> Answer:
         """Upload a written version if need be, and have a server load it. Returns any failure."""
