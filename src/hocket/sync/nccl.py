@@ -53,7 +53,7 @@ class CollectiveTransport:
     trainer: "Trainer"
     sync: SyncConfig
     freezes: bool = False  # some weights never change: each server is sent these only once
-    _layouts: dict[bool, Buckets] = dataclasses.field(default_factory=dict)  # see `_buckets`
+    _layouts: dict[bool, Buckets] = dataclasses.field(default_factory=dict)  # `_buckets` keeps them
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
     # The specs of all weights as they were sent last; frozen ones stay from an earlier version.
     _specs: dict[str, protocol.TensorSpec] = dataclasses.field(default_factory=dict)
@@ -105,7 +105,7 @@ class CollectiveTransport:
         return Delivery(answers, metrics)
 
     def _buckets(self, partial: bool) -> Buckets:
-        """Describe the buckets of all weights or, if `partial`, of the trained ones. They stay."""
+        """Describe the buckets of all weights or, if `partial`, of the trained ones only."""
         if partial not in self._layouts:
             self._layouts[partial] = self.trainer.layout(nccl.BUCKET_BYTES, trained=partial)
         return self._layouts[partial]
@@ -126,12 +126,14 @@ class CollectiveTransport:
                 """Pack a bucket while the one before is on its way, then send it in threads."""
                 flat, specs = nccl.pack(named, self.trainer.device)
                 self._specs.update(specs)
-                _wait_for(sends)
+                for send in sends:
+                    send.result()
                 name = f"bucket {next(numbers)}/{num_buckets} of version {version}"
                 sends[:] = [threads.submit(link.send, name, flat) for link in links]
 
             self.trainer.stream(nccl.BUCKET_BYTES, send_bucket, trained=partial)
-            _wait_for(sends)
+            for send in sends:
+                send.result()
         return manifest.total_checksum(self._specs)
 
     async def _link(self, server: ServerClient) -> "_Link | HocketError":
@@ -153,12 +155,6 @@ class CollectiveTransport:
             return error
         except (OSError, RuntimeError) as error:
             return SyncError(f"can't listen for the workers of {server.url}: {why_broken(error)}")
-
-
-def _wait_for(sends: Sequence[Future[None]]) -> None:
-    """Wait until a bucket has been sent. Raises what sending it raised."""
-    for send in sends:
-        send.result()
 
 
 class _Link:
