@@ -282,7 +282,7 @@ class ServerPool:
     def _rest(self, member: Member, *, since: float) -> None:
         """Set the next look at a server that was looked at from `since` (time.monotonic) to now.
 
-        The pause is ten times as long as the look was, as the servers that work wait for looks.
+        While others work, the pause is ten times as long as the look was, as they wait for looks.
         """
         now = time.monotonic()
         pause = now - since
