@@ -46,7 +46,10 @@ class Versions:
         self._full: WrittenVersion | None = None  # the last version that was written in full
 
     def begin(self, held: int) -> None:
-        """Set the first number above the run's and `held`, the servers' highest."""
+        """Choose this process's first number: above the run's and `held`, the servers' highest.
+
+        Later calls do nothing.
+        """
         if not self._begun:
             self._begun = True
             self.current = max(held, self.current) + 1
