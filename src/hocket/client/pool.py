@@ -71,10 +71,6 @@ async def _health(member: Member) -> Health:
     return await member.server.health(timeout_s=LOOK_S)
 
 
-async def _release_nothing() -> None:
-    """Do nothing: without a trainer's id no server is claimed."""
-
-
 @dataclasses.dataclass(eq=False)
 class ServerPool:
     """The servers of a run. Use it by `async with`.
@@ -108,8 +104,8 @@ class ServerPool:
         self.not_found = ""  # why discovery names no server, for messages
         # Hooks: take_over.py replaces the first two, commands/parts.py the last two.
         self.look: Look = _health
-        # Ends the pool's work and frees its servers for other trainers.
-        self.release: Callable[[], Awaitable[None]] = _release_nothing
+        # Ends the pool's work, and frees servers that a trainer has claimed.
+        self.release: Callable[[], Awaitable[None]] = self.cancel_tasks
         self.bring_up: BringUp = self._with_their_weights
         self.on_change: Callable[[], None] = lambda: None  # called when a server is lost or joins
         self._repeated: list[tuple[float, Callable[[], Awaitable[None]]]] = []
