@@ -27,6 +27,7 @@ from hocket.server import vllm_arguments
 from support import fakes
 from support.examples import shown
 from support.records import write_rows
+from support.servers import FakeServer
 
 ROOT = Path(__file__).parents[2]
 SORT = ROOT / "checkpoints" / "tiny-sort"
@@ -126,6 +127,25 @@ def test_a_run_without_an_update_ends_with_status_3(
     monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
     assert commands.train(load(None, [f"run.dir={tmp_path}/a"])) == status
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "75"  # torch reads it before the first weight group
+
+
+def test_a_start_that_fails_after_servers_were_claimed_frees_them_for_other_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeServer()
+
+    def run(made: commands.Parts, *arguments: Any) -> None:
+        run_there = arguments[-1]
+        run_there(made.servers.wait_for_gpu())
+        raise ConfigError("the trainer does not fit")
+
+    monkeypatch.setattr(commands, "_run", run)
+    monkeypatch.setattr("hocket.commands.servers.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("hocket.client.pool.ServerClient", lambda url, **options: server)
+    config = load(None, [f"run.dir={tmp_path}/a", f"model.path={SORT}", "launch.gpus_apart=false"])
+    with pytest.raises(ConfigError, match="does not fit"):
+        commands.train(config)
+    assert (server.beats[0], server.beats[-1]) == ((False, False), (False, True))
 
 
 def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_is_asked(

@@ -118,7 +118,11 @@ def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
                 if dry_run:
                     _check(parts, saved, run_there)
                     return 0
-                run = _run(parts, saved, serve, on_step, run_there)
+                try:
+                    run = _run(parts, saved, serve, on_step, run_there)
+                except BaseException:
+                    run_there(parts.servers.release())  # else the next trainer waits for a minute
+                    raise
             summary = run_there(_train(run))
         console.finish(config.run_dir)
         return 0 if summary["updated"] else NO_UPDATE

@@ -64,13 +64,25 @@ class Servers:
         `callbacks` are those of `pool`.
         """
         config = self.config
-        shares = config.launch.share_gpu
-        may_be_here = bool(visible_gpus()) and not config.gpus_apart
-        if shares or (config.pipeline.replay is None and may_be_here):
+        if self._may_be_on_gpu:
             async with self.pool(trainer_id(config.run_dir), **callbacks) as servers:
                 await servers.wait_up()
-                if shares:
+                if config.launch.share_gpu:
                     await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
+
+    async def release(self) -> None:
+        """Free the servers that `wait_for_gpu` has claimed for a run that can't start."""
+        if self._may_be_on_gpu:
+            async with self.pool(trainer_id(self.config.run_dir)) as servers:
+                await servers.release()
+
+    @property
+    def _may_be_on_gpu(self) -> bool:
+        """True if a server may be on a GPU of the trainer's machine."""
+        if self.config.launch.share_gpu:
+            return True
+        may_be_here = bool(visible_gpus()) and not self.config.gpus_apart
+        return self.config.pipeline.replay is None and may_be_here
 
     def pool(self, trainer: str | None = None, **callbacks: Callable[..., None]) -> ServerPool:
         """Make the pool of the servers.
