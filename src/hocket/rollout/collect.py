@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 from hocket.client.pool import Deadline
 from hocket.common.tasks import cancel
@@ -53,18 +52,10 @@ class Plan:
     batch: Batch = dataclasses.field(default_factory=Batch)  # the batch as far as it is gathered
 
 
-class Take(Protocol):
-    """Draws prompts from the stream."""
-
-    def __call__(self, count: int, /) -> Mapping[int, Prompt]:
-        """Draw `count` prompts, by the number of the draw. At the stream's end there are fewer."""
-
-
-class Play(Protocol):
-    """Plays an episode of a prompt."""
-
-    def __call__(self, prompt: Prompt, slot: Slot, /) -> Awaitable[Rollout]:
-        """Play the episode. Raises only ServerError; other failures are in `Rollout.error`."""
+Take = Callable[[int], Mapping[int, Prompt]]
+"""Draws this many prompts, by the number of the draw. At the stream's end there are fewer."""
+Play = Callable[[Prompt, Slot], Awaitable[Rollout]]
+"""Plays an episode of a prompt. Raises only ServerError; other failures are in `Rollout.error`."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -88,7 +88,7 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         self._begun: dict[int, tuple[Plan, asyncio.Task[None]]] = {}
         self._last_call: float | None = None  # time of the last call of `batch`
         self._finished = 0.0  # time at which a batch was last complete
-        self._checked = 0.0  # time of the last call of `_begin`
+        self._counted = 0.0  # time up to which `_idle_s` was counted
         self._idle_s = 0.0  # seconds without a batch under way since the last call of `batch`
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -146,8 +146,8 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     def _begin(self, step: int, now: float) -> None:
         """Begin the batches that may begin once `step` has, and count the time without any."""
         if all(task.done() for _, task in self._begun.values()):
-            self._idle_s += now - max(self._finished, self._checked)
-        self._checked = now
+            self._idle_s += now - max(self._finished, self._counted)
+        self._counted = now
         for due in range(step, min(step + self.max_staleness, self.steps) + 1):
             if due not in self._begun:
                 plan = self.plan(due)

@@ -44,14 +44,13 @@ class Transcript:
         self.turns = 0
         self.turn_rewards: list[TurnReward] = []
         self._state = ""  # digest of what the model reads before the next turn
-        # The text of the last turn. Its last `begun` tokens are those that the next completion
-        # continues, if the turn goes on; `_before` is the turn's text before these tokens, and
-        # `_after` is what the model wrote behind the text: a stop string.
-        self.text = ""
-        self.begun = 0
-        self._before = ""
-        self._after = ""
-        self._goes_on = False
+        # The last turn. If the environment adds text to it, the model's part of the turn is over,
+        # and its next completion begins another part.
+        self.text = ""  # text of all parts
+        self.begun = 0  # tokens of the last part, which the next completion continues
+        self._before = ""  # text of the parts before the last one
+        self._after = ""  # what the model wrote behind the text: a stop string
+        self._goes_on = False  # the next completion belongs to this turn
         self.finish_reason: FinishReason = "stop"
         self._append_unsampled(token_ids, images)
         self._state = state_of(token_ids, images)
@@ -78,8 +77,7 @@ class Transcript:
         self._goes_on = observation.goes_on
         if not self._goes_on:
             self._begin_turn(token_ids, observation, images)
-        elif token_ids:
-            # The environment wrote a part of the turn: its text counts, and what follows is new.
+        elif token_ids:  # the environment's text is a part of the turn, and ends the one before
             self.begun = 0
             self.text += self._after + observation.text
             self._before = self.text
@@ -94,7 +92,8 @@ class Transcript:
         elif token_ids:
             self._state = state_of(token_ids, images)
         if self.turns:
-            # Messages end with the template's opening. In plain text a thought may still be open.
+            # Rendered messages end with the template's opening, as the prompt does. In plain text a
+            # thought of the turn before may still be open.
             if observation.messages:
                 self.opening = self._template_opening
             else:
@@ -107,7 +106,7 @@ class Transcript:
     def add_completion(self, completion: Completion) -> None:
         """Append a turn of the policy, or more of the turn that goes on.
 
-        The text of a completion is that of all `begun` tokens, so it replaces what came before.
+        A completion that continues `begun` tokens has the text of these, too.
         """
         num_tokens = len(completion.token_ids)
         self.token_ids.extend(completion.token_ids)
@@ -119,6 +118,7 @@ class Transcript:
         self.text = self._before + completion.text
         self._after = completion.after_text
 
+        # What reset adds may go on, too: then there is no turn yet.
         if self._goes_on and self.turns:
             self.dialogue.pop()  # the turn's text up to now
             self.add_reward(0.0, tokens=num_tokens)
