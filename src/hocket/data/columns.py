@@ -32,10 +32,8 @@ def columns_of(row: Any, names: Collection[str]) -> dict[str, Any]:
     row: a line of JSON as bytes, or a mapping. Raise ValueError if it is neither, or if a text
     has half a character.
     """
-    columns = row
     try:
-        if isinstance(row, bytes):
-            columns = parsed(row)
+        columns = parsed(row) if isinstance(row, bytes) else row
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{error}; {LINE}") from error
     if not isinstance(columns, Mapping):
@@ -47,7 +45,7 @@ def columns_of(row: Any, names: Collection[str]) -> dict[str, Any]:
     return columns
 
 
-def parsed(text: bytes) -> Any:
+def parsed(text: str | bytes) -> Any:
     """Parse JSON. Raise ValueError if it is not valid, or if an object has a key twice."""
     return json.loads(text, object_pairs_hook=_object)
 
@@ -104,20 +102,19 @@ def cut_out(answer: str, pattern: re.Pattern[str]) -> str:
 
 
 def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
-    """Read a prompt with its completion, and return it as a run writes its rollouts.
+    """Read a row with a prompt and its completion, and return it as a run writes a rollout.
 
-    The row has the columns that the section names, or else `prompt` and `answer`. If
-    data.answer_pattern finds nothing in an answer, it is taken to be cut out already.
+    `score` reads such rows from a file that no run wrote. The row has the columns that the section
+    names, or else `prompt` and `answer`. If data.answer_pattern finds nothing in an answer, it is
+    taken to be cut out already.
     """
-    prompt_column = data.prompt_column
+    columns = columns_of(row, {data.prompt_column, "prompt", "messages"})
+    prompt_column = data.prompt_column if data.prompt_column in columns else "prompt"
     answer_column = data.answer_column or "answer"
-    columns = columns_of(row, {prompt_column, "prompt", "messages"})
-    if prompt_column not in columns:
-        prompt_column = "prompt"
     if answer_column not in columns:
         answer_column = "answer"
 
-    # A column that is text or null stays. Chats are checked, and lose their training marks.
+    # Text and null stay. Chats are checked, and lose their training marks, as in a Prompt.
     sample = dict(columns)
     for name in (prompt_column, "messages"):
         if not isinstance(columns.get(name), str | None):
@@ -188,10 +185,7 @@ def check_characters(value: Any, place: str) -> None:
                 "program has cut an emoji or the like; repair the text"
             )
     elif isinstance(value, Mapping):
-        for key in value:
-            check_characters(key, place)
-        for part in value.values():
-            check_characters(part, place)
+        check_characters(list(value.items()), place)
     elif isinstance(value, list | tuple):
         for part in value:
             check_characters(part, place)
@@ -225,11 +219,11 @@ def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> li
 
 def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) -> Message:
     if not isinstance(message, Mapping):
-        raise _no_message(message, place)
+        raise ValueError(_no_message(message, place))
     if "role" not in message and {"from", "value"} <= message.keys():
         advice = "rename 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
         raise ValueError(f"{_no_message(message, place)}: {advice}")
-    # The marks are read from the message itself, at the end.
+    # The marks are left out here; at the end they become a weight of 0, or nothing.
     fields = {key: value for key, value in message.items() if key not in MARKS}
     role = fields.get("role")
     if role == "assistant":
@@ -241,12 +235,13 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
             advice = ": only models that take images have parts that are no text"
         raise ValueError(f"{_no_message(message, place)}{advice}")
 
-    # Templates compare roles letter by letter, and ignore keys that they do not know.
-    plain = role.strip().lower()
-    right = WRONG_ROLES.get(plain, plain)
-    if right in ROLES and role != right:
+    # Templates compare roles letter by letter, and ignore keys that they do not know. A
+    # role beyond ROLES, such as "developer", is left to the template.
+    lower_case = role.strip().lower()
+    known = WRONG_ROLES.get(lower_case, lower_case)
+    if known in ROLES and role != known:
         raise ValueError(
-            f"{place} has the role {role!r}, which chat templates do not know: write {right!r}"
+            f"{place} has the role {role!r}, which chat templates do not know: write {known!r}"
         )
     if "function_call" in fields:
         raise ValueError(
@@ -256,7 +251,7 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
     if not isinstance(calls, list):
         raise ValueError(f"{place} must have a list of tool_calls, got {calls!r:.80}")
 
-    # An assistant's turn without text is empty only if it has nothing else.
+    # An assistant's turn without text is empty only if it has nothing but role and content.
     is_blank = isinstance(content, str) and not content.strip()
     has_only_text = len(fields) == 2
     if is_blank and (role == "user" or (role == "assistant" and has_only_text)):
@@ -266,8 +261,8 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
     return fields
 
 
-def _no_message(message: Any, place: str) -> ValueError:
-    return ValueError(f"{place} must be {{'role': text, 'content': text}}, got {message!r:.80}")
+def _no_message(message: Any, place: str) -> str:
+    return f"{place} must be {{'role': text, 'content': text}}, got {message!r:.80}"
 
 
 def _is_taught(message: Message, place: str) -> bool:
@@ -296,7 +291,7 @@ def _text_or_chat(value: Any, name: str) -> Any:
     if isinstance(value, str):
         value = _chat_in(value, name)
     check_characters(value, f"column {name!r}")
-    return [_message(part) for part in value] if isinstance(value, list) else value
+    return [_repaired(message) for message in value] if isinstance(value, list) else value
 
 
 def _without_numpy(value: Any) -> Any:
@@ -305,10 +300,11 @@ def _without_numpy(value: Any) -> Any:
         return [_without_numpy(part) for part in value]
     if isinstance(value, Mapping):
         return {key: _without_numpy(part) for key, part in value.items()}
+    if not hasattr(value, "tolist"):  # nothing of numpy
+        return value
     if getattr(value, "shape", None) == () and str(value.dtype).startswith("float"):
         return float(str(value))  # a float32's 0.1, not 0.10000000149011612
-    # Other numbers of numpy, and arrays.
-    return _without_numpy(value.tolist()) if hasattr(value, "tolist") else value
+    return _without_numpy(value.tolist())
 
 
 def _chat_in(text: str, name: str) -> Any:
@@ -318,7 +314,7 @@ def _chat_in(text: str, name: str) -> Any:
     if not (bare.startswith("[") and bare.endswith("]") and _ROLE.search(bare)):
         return text
     try:
-        chat = json.loads(bare, object_pairs_hook=_object)
+        chat = parsed(bare)
     except ValueError as error:
         raise ValueError(
             f"column {name!r} is a chat as text, but not as JSON: {error}; "
@@ -330,8 +326,11 @@ def _chat_in(text: str, name: str) -> Any:
     return chat
 
 
-def _message(message: Any) -> Any:
-    """Drop nulls and empty calls from a message, and join parts that are all text."""
+def _repaired(message: Any) -> Any:
+    """Undo what tables do to a message: drop nulls and empty calls, and join parts of text.
+
+    `checked` refuses later what is wrong with the message itself.
+    """
     if not isinstance(message, Mapping):
         return message
     message = without_nulls(message)

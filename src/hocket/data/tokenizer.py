@@ -127,7 +127,7 @@ def config_of(path: str, setting: str = "model.path") -> Any:
 
 def end_ids(path: str, tokenizer: Any) -> set[int]:
     """Return the ids that end an answer: the model's, and the end of its template's turns."""
-    ends = _own_ends(path, tokenizer)
+    ends = _models_ends(path, tokenizer)
     ends.add(added_end(path, tokenizer))
     return {id_ for id_ in ends if id_ is not None}
 
@@ -139,7 +139,7 @@ def added_end(path: str, tokenizer: Any) -> int | None:
     end. None if there is no such token.
     """
     end = end_of_turn(tokenizer)
-    return None if end in _own_ends(path, tokenizer) else end
+    return None if end in _models_ends(path, tokenizer) else end
 
 
 def said_end(path: str, tokenizer: Any) -> str:
@@ -155,8 +155,8 @@ def said_end(path: str, tokenizer: Any) -> str:
     )
 
 
-def _own_ends(path: str, tokenizer: Any) -> set[int | None]:
-    """Return the end ids that tokenizer, config and generation config name; None for no name."""
+def _models_ends(path: str, tokenizer: Any) -> set[int | None]:
+    """Return the ends that tokenizer, config and generation config name, None among them."""
     from transformers import GenerationConfig
 
     config = config_of(path).get_text_config()
@@ -225,7 +225,8 @@ def _rotary(config: Any) -> list[dict[str, Any]]:
 def _reach(rotary: dict[str, Any], positions: int) -> float:
     """Count the positions that rotary parameters reach by scaling; vLLM counts them so.
 
-    positions: the config's max_position_embeddings, which some configs give before scaling.
+    positions: the config's max_position_embeddings. Some configs give the scaled number there,
+    others the one before scaling.
     """
     if rotary["rope_type"] == "dynamic":
         # Beyond its positions, the rotation follows the longest sequence of the batch, so the

@@ -11,7 +11,7 @@ from hocket.envs import Environment
 from hocket.envs.base import SingleTurn
 from hocket.errors import ServerError
 from hocket.rollout.collect import Play, Slot
-from hocket.rollout.episode import Episode, Limits, RequestTurn, TokenBudget, late
+from hocket.rollout.episode import Episode, Limits, RequestTurn, TokenBudget, too_late
 from hocket.rollout.transcript import Transcript
 from hocket.types import Prompt, Rollout
 
@@ -82,7 +82,9 @@ async def play_single_turn(
         try:
             completion = await ask(turn)
         except ServerError as failed:
-            error = late(slot, failed)
+            if not slot.deadline.over:
+                raise
+            error = too_late(slot, failed)
         else:
             transcript.add_completion(completion)
             if placeholder in completion.token_ids:
