@@ -193,7 +193,7 @@ def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[st
             # ("float", "halffloat") or JSON, also within lists and objects: "list<item: float>".
             rewritten = {}
             for field in batch.schema:
-                if str(field.type) in ("float", "halffloat") or _JSON in str(field.type):
+                if "float" in str(field.type) or _JSON in str(field.type):
                     rewritten[field.name] = field.type
 
             for row in batch.to_pylist(maps_as_pydicts="strict"):
