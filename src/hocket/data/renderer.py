@@ -13,16 +13,7 @@ from typing import Any
 from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data.columns import answer_of, checked, column, unmarked
-from hocket.data.template import (
-    DAY,
-    EXCHANGE,
-    PROBE,
-    QUESTION,
-    SYSTEM,
-    first_special,
-    rendered,
-    shows,
-)
+from hocket.data.template import DAY, EXCHANGE, PROBE, first_special, rendered, shows_system
 from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
 
@@ -350,7 +341,7 @@ class Renderer:
 
     @functools.cached_property
     def _shows_system(self) -> bool:
-        return shows(self._tokenizer, [SYSTEM, QUESTION])
+        return shows_system(self._tokenizer)
 
     def missing_opening(self) -> str:
         """Find the text that begins a model's turn, if the template ends no prompt with it.

@@ -26,12 +26,12 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options
     return text
 
 
-def shows(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Check whether the template writes the probe that is in `messages`.
+def shows_system(tokenizer: Any) -> bool:
+    """Check whether the template writes system messages.
 
-    True also if it refuses the messages: then whoever renders real ones gets its error.
+    True also if it refuses them: then whoever renders real ones gets its error.
     """
-    for text in _renderings(tokenizer, messages):
+    for text in _renderings(tokenizer, [SYSTEM, QUESTION]):
         return PROBE in text
     return True
 

@@ -79,16 +79,11 @@ async def collect(
 ) -> Batch:
     """Draw prompts until `wanted` groups have a signal or `at_most` are drawn. Returns all groups.
 
-    Args:
-        plan: The size of the batch. `plan.batch` is filled while groups are gathered.
-        take: Draws prompts.
-        play: Plays an episode.
-        scorer: Scores the episodes of a group.
-        has_signal: Whether a group can be learned from. If not, another prompt is drawn.
+    They are in `plan.batch`, which is filled while they are gathered.
 
-    Raises:
-        ServerError: The servers failed before the deadline.
-        RewardError: Rewards failed again and again.
+    has_signal: whether a group can be learned from. If not, another prompt is drawn. Raise
+    ServerError if the servers failed before the deadline, and RewardError if rewards failed again
+    and again.
     """
     batch = plan.batch
     missing = plan.wanted  # groups with a signal that are neither gathered nor under way

@@ -133,8 +133,7 @@ class Episode:
     async def play(self) -> Rollout:
         """Play the episode. One that fails or is late becomes a rollout with an error.
 
-        Raises:
-            ServerError: The servers failed before the deadline.
+        Raise ServerError if the servers failed before the deadline.
         """
         error = None
         await self.budget.start(self._held)
@@ -322,10 +321,8 @@ class Episode:
     ) -> Added | None:
         """Render tokens in a thread, and put in those of the images.
 
-        Args:
-            render: Returns the token ids, with a placeholder for each image.
-            raw_images: The images, as the renderer has split them off.
-            before: The images that the sequence has already.
+        render: returns the token ids, with a placeholder for each raw image. before: the images
+        that the sequence has already.
         """
 
         def render_with_images() -> Added:
@@ -383,16 +380,11 @@ class Episode:
         returns: tuple[type, ...],
         extra_s: float = 0.0,
     ) -> Any:
-        """Call a method of the environment within the episode's remaining time.
+        """Call a method of the environment, or a history, within the episode's remaining time.
 
-        Args:
-            method: The method, or a history.
-            arguments: Its arguments.
-            returns: The types that it may return.
-            extra_s: Seconds that this call may take and env.timeout_s does not count.
-
-        Raises:
-            EpisodeError: The method raised, took too long or returned another type.
+        returns: the types that it may return. extra_s: seconds that this call may take and
+        env.timeout_s does not count. Raise EpisodeError if the method raised, took too long or
+        returned another type.
         """
         name = method.__name__
         start = time.monotonic()

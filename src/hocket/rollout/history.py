@@ -31,26 +31,19 @@ class Conversation:
     """
 
     def __init__(self, messages: Iterable[Message]) -> None:
-        self._began = list(messages)
+        self.began = list(messages)  # the messages that the episode began with
         self._since: Sequence[Message] = ()
         self._num_repeated = 0  # number of the dialogue's first messages that are known already
 
-    @property
-    def began(self) -> Sequence[Message]:
-        """The messages that the episode began with."""
-        return self._began
-
     def begin(self, messages: Sequence[Message]) -> None:
         """Add the messages of reset to the prompt, from which a transcript is then begun."""
-        self._began += messages
+        self.began += messages
         self._num_repeated = len(messages)
 
     def since(self, dialogue: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
         """List all messages since the beginning.
 
-        Args:
-            dialogue: The dialogue of the transcript.
-            messages: The messages of the last step, which follow it.
+        dialogue: the dialogue of the transcript. messages: those of the last step, which follow it.
         """
         all_messages = list(self._since)
         all_messages += dialogue[self._num_repeated :]
@@ -60,9 +53,8 @@ class Conversation:
     def shorten(self, kept: Sequence[Message], messages: Sequence[Message]) -> None:
         """Replace all messages since the beginning, from which a transcript is then begun.
 
-        Args:
-            kept: The messages that replace them.
-            messages: The messages of the last step, which `kept` includes.
+        kept: the messages that replace them. messages: those of the last step, which are among
+        `kept`.
         """
         self._since = kept
         self._num_repeated = len(messages)

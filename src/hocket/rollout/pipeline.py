@@ -97,13 +97,9 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return a step's batch, empty at the stream's end, with its metrics.
 
-        Args:
-            step: The step.
-            version: The weight version of the step before, which has been published.
-
-        Raises:
-            ServerError: The servers failed before the batch's deadline.
-            RewardError: Rewards failed again and again.
+        version: the weight version of the step before, which has been published. Raise ServerError
+        if the servers failed before the batch's deadline, and RewardError if rewards failed again
+        and again.
         """
         start = time.perf_counter()
         queued = sum(len(plan.batch.groups) for plan, _ in self._begun.values())

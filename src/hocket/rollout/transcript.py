@@ -41,9 +41,7 @@ class Transcript:
         self.images: list[Image] = []
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
-        self.turns = 0
-        self.turn_rewards: list[TurnReward] = []
-        self._state = ""  # digest of what the model reads before the next turn
+        self.turn_rewards: list[TurnReward] = []  # one of each turn
         # The last turn. If the environment adds text to it, the model's part of the turn is over,
         # and its next completion begins another part.
         self.text = ""  # text of all parts
@@ -53,6 +51,7 @@ class Transcript:
         self._goes_on = False  # the next completion belongs to this turn
         self.finish_reason: FinishReason = "stop"
         self._append_unsampled(token_ids, images)
+        # A name of what the model reads before the next turn.
         self._state = state_of(token_ids, images)
 
     def _append_unsampled(self, token_ids: Sequence[int], images: Sequence[Image]) -> None:
@@ -66,12 +65,9 @@ class Transcript:
     def add_observation(
         self, token_ids: Sequence[int], observation: Observation, images: Sequence[Image] = ()
     ) -> None:
-        """Append an observation: tokens that were not sampled.
+        """Append an observation, rendered as `token_ids`: they were not sampled.
 
-        Args:
-            token_ids: The rendered observation.
-            observation: The observation, which says whether the model's turn goes on.
-            images: The images whose tokens are among `token_ids`, with `start` counted in these.
+        images: those whose tokens are among `token_ids`, with `start` counted in these.
         """
         self._append_unsampled(token_ids, images)
         self._goes_on = observation.goes_on
@@ -91,7 +87,7 @@ class Transcript:
             self._state = observation.state
         elif token_ids:
             self._state = state_of(token_ids, images)
-        if self.turns:
+        if self.turn_rewards:
             # Rendered messages end with the template's opening, as the prompt does. In plain text a
             # thought of the turn before may still be open.
             if observation.messages:
@@ -119,12 +115,11 @@ class Transcript:
         self._after = completion.after_text
 
         # What reset adds may go on, too: then there is no turn yet.
-        if self._goes_on and self.turns:
+        if self._goes_on and self.turn_rewards:
             self.dialogue.pop()  # the turn's text up to now
             self.add_reward(0.0, tokens=num_tokens)
         else:
             self.turn_rewards.append(TurnReward(self.number, num_tokens, state=self._state))
-            self.turns += 1
             self.number += 1
         self.dialogue.append({"role": "assistant", "content": self.text})
 
@@ -149,7 +144,7 @@ class Transcript:
             finish_reason=self.finish_reason,
             version_min=min(self.versions, default=0),
             version_max=max(self.versions, default=0),
-            turns=self.turns,
+            turns=len(self.turn_rewards),
             text=self.text,
             opening=self.opening,
             dialogue=tuple(self.dialogue) if len(self.dialogue) > 1 else (),
