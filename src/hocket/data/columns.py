@@ -74,215 +74,7 @@ def column(columns: Mapping[str, Any], data: DataConfig, setting: str, hint: str
     return columns[name]
 
 
-def answer_of(columns: Mapping[str, Any], data: DataConfig) -> str | None:
-    """Return a row's answer as text, cut out by data.answer_pattern.
-
-    None without data.answer_column. Raise ValueError if the pattern finds nothing.
-    """
-    name = data.answer_column
-    if name is None:
-        return None
-    value = column(columns, data, "answer_column", ", or to null where there is no answer")
-    answer = as_answer(value, name)
-    if data.answer_pattern is None:
-        return answer
-    match = cut_out(answer, data.answer_pattern)
-    if not match:
-        raise ValueError(
-            f"{data.section}.answer_pattern {data.answer_pattern.pattern!r} finds no answer in "
-            f"column {name!r}: {answer!r:.80}"
-        )
-    return match
-
-
-def cut_out(answer: str, pattern: re.Pattern[str]) -> str:
-    """Return group 1 of the pattern's first match, without the spaces around it. "" if none."""
-    match = pattern.search(answer)
-    return (match[1] or "").strip() if match else ""
-
-
-def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
-    """Read a row with a prompt and its completion, and return it as a run writes a rollout.
-
-    `score` reads such rows from a file that no run wrote. The row has the columns that the section
-    names, or else `prompt` and `answer`. If data.answer_pattern finds nothing in an answer, it is
-    taken to be cut out already.
-    """
-    columns = columns_of(row, {data.prompt_column, "prompt", "messages"})
-    prompt_column = data.prompt_column if data.prompt_column in columns else "prompt"
-    answer_column = data.answer_column or "answer"
-    if answer_column not in columns:
-        answer_column = "answer"
-
-    # Text and null stay. Chats are checked, and lose their training marks, as in a Prompt.
-    sample = dict(columns)
-    for name in (prompt_column, "messages"):
-        if not isinstance(columns.get(name), str | None):
-            messages = checked(columns[name], name, (str, list))
-            sample[name] = [unmarked(message) for message in messages]
-    sample["prompt"] = sample.get(prompt_column)
-
-    answer = columns.get(answer_column)
-    if answer is not None:
-        answer = as_answer(answer, answer_column)
-        if data.answer_pattern is not None:
-            answer = cut_out(answer, data.answer_pattern) or answer
-
-    used = (prompt_column, answer_column, "messages", "completion")
-    return sample | {
-        "answer": answer,
-        "meta": {name: value for name, value in columns.items() if name not in used},
-        "parts": {"env": columns.get("reward")},
-        "failed": None,
-    }
-
-
-def as_answer(value: Any, name: str) -> str:
-    """Return an answer in column `name` as text; a number is written in digits.
-
-    72.0 becomes "72": pandas makes floats of all numbers in a column that has a null. Raise
-    ValueError if it is neither text nor a number.
-    """
-    # A table may have a column of dates: they become text, as in 2026-01-31.
-    value = _without_numpy(value)
-    if type(value) is datetime.date:
-        value = value.isoformat()
-
-    if isinstance(value, str):
-        check_characters(value, f"column {name!r}")
-        if not value.strip():
-            raise ValueError(f"column {name!r} is empty")
-        return value
-
-    # A bool is an int in Python, but no number in an answer.
-    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
-        fact = f"column {name!r} must be text or a number, got {value!r:.80}"
-        if isinstance(value, datetime.datetime):
-            fact += (
-                ", which `datasets` makes of text in JSON, too: "
-                "name the .jsonl file itself without hf:"
-            )
-        raise ValueError(f"{fact}; write it as text, or remove the row")
-    if isinstance(value, float) and abs(value) > MOST_EXACT:
-        raise ValueError(
-            f"column {name!r} is {value!r}, a float that may have lost digits: write it as text"
-        )
-    # Write it without an exponent, trailing zeros or "-0": models answer with plain digits.
-    digits = f"{Decimal(str(value)):f}"
-    if "." in digits:
-        digits = digits.rstrip("0").rstrip(".")
-    return "0" if digits == "-0" else digits
-
-
-def check_characters(value: Any, place: str) -> None:
-    """Raise ValueError if a text in `value` has half a character. `place` names it in the error."""
-    if isinstance(value, str):
-        half = _HALF.search(value)
-        if half:
-            raise ValueError(
-                f"{place} has half a character, {half[0]!r}, at place {half.start()}: another "
-                "program has cut an emoji or the like; repair the text"
-            )
-    elif isinstance(value, Mapping):
-        check_characters(list(value.items()), place)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            check_characters(part, place)
-
-
-def without_nulls(value: Any) -> Any:
-    """Drop the nulls with which tables fill objects."""
-    if isinstance(value, list):
-        return [without_nulls(part) for part in value]
-    if isinstance(value, Mapping):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return value
-
-
-def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> list[Message]:
-    """Check the messages of a chat in column `name`, and return them without training marks.
-
-    Only a turn that is shown but not taught keeps a mark: weight 0. contents: the types that a
-    message's content may have. Raise ValueError if this is no chat.
-    """
-    if not (isinstance(messages, list) and messages):
-        raise ValueError(
-            f"column {name!r} must be text or a list of messages, got {messages!r:.80}"
-        )
-    sound = []
-    for number, message in enumerate(messages):
-        place = f"message {number} of column {name!r}"
-        sound.append(_checked(message, place, name, contents))
-    return sound
-
-
-def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) -> Message:
-    if not isinstance(message, Mapping):
-        raise ValueError(_no_message(message, place))
-    if "role" not in message and {"from", "value"} <= message.keys():
-        advice = "rename 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
-        raise ValueError(f"{_no_message(message, place)}: {advice}")
-    # The marks are left out here; at the end they become a weight of 0, or nothing.
-    fields = {key: value for key, value in message.items() if key not in MARKS}
-    role = fields.get("role")
-    if role == "assistant":
-        fields.setdefault("content", "")  # tool calls or a thought may be all of a turn
-    content = fields.get("content")
-    if not isinstance(role, str) or not isinstance(content, contents):
-        advice = ""
-        if isinstance(content, list):
-            advice = ": only models that take images have parts that are no text"
-        raise ValueError(f"{_no_message(message, place)}{advice}")
-
-    # Templates compare roles letter by letter, and ignore keys that they do not know. A
-    # role beyond ROLES, such as "developer", is left to the template.
-    lower_case = role.strip().lower()
-    known = WRONG_ROLES.get(lower_case, lower_case)
-    if known in ROLES and role != known:
-        raise ValueError(
-            f"{place} has the role {role!r}, which chat templates do not know: write {known!r}"
-        )
-    if "function_call" in fields:
-        raise ValueError(
-            f"{place} has a function_call, which chat templates leave out: write it as tool_calls"
-        )
-    calls = fields.get("tool_calls", [])
-    if not isinstance(calls, list):
-        raise ValueError(f"{place} must have a list of tool_calls, got {calls!r:.80}")
-
-    # An assistant's turn without text is empty only if it has nothing but role and content.
-    is_blank = isinstance(content, str) and not content.strip()
-    has_only_text = len(fields) == 2
-    if is_blank and (role == "user" or (role == "assistant" and has_only_text)):
-        raise ValueError(f"column {name!r} has an empty turn of the {role}: remove it")
-    if not _is_taught(message, place):
-        fields["weight"] = 0
-    return fields
-
-
-def _no_message(message: Any, place: str) -> str:
-    return f"{place} must be {{'role': text, 'content': text}}, got {message!r:.80}"
-
-
-def _is_taught(message: Message, place: str) -> bool:
-    """Check whether training teaches a turn: yes, unless it is marked with 0."""
-    marks = {key: message[key] for key in MARKS if key in message}
-    if any(value not in (0, 1) for value in marks.values()):
-        raise ValueError(
-            f"{place} is marked {marks}, but a turn is taught (1) or only shown (0): mark it so"
-        )
-    if message["role"] != "assistant" and any(marks.values()):
-        raise ValueError(
-            f"{place} is marked {marks}, but only turns of the assistant are taught: "
-            "remove the mark"
-        )
-    return all(marks.values())
-
-
-def unmarked(message: Message) -> dict[str, Any]:
-    """Return a message without the weight that `checked` leaves in it."""
-    return {key: value for key, value in message.items() if key != "weight"}
+# Texts and chats, as tables and hub data sets have them
 
 
 def _text_or_chat(value: Any, name: str) -> Any:
@@ -354,3 +146,223 @@ def _is_text(part: Any) -> bool:
     if not isinstance(part, Mapping) or part.get("type") != "text":
         return False
     return isinstance(part.get("text"), str)
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop the nulls with which tables fill objects."""
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return value
+
+
+def check_characters(value: Any, place: str) -> None:
+    """Raise ValueError if a text in `value` has half a character. `place` names it in the error."""
+    if isinstance(value, str):
+        half = _HALF.search(value)
+        if half:
+            raise ValueError(
+                f"{place} has half a character, {half[0]!r}, at place {half.start()}: another "
+                "program has cut an emoji or the like; repair the text"
+            )
+    elif isinstance(value, Mapping):
+        check_characters(list(value.items()), place)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            check_characters(part, place)
+
+
+# Answers
+
+
+def answer_of(columns: Mapping[str, Any], data: DataConfig) -> str | None:
+    """Return a row's answer as text, cut out by data.answer_pattern.
+
+    None without data.answer_column. Raise ValueError if the pattern finds nothing.
+    """
+    name = data.answer_column
+    if name is None:
+        return None
+    value = column(columns, data, "answer_column", ", or to null where there is no answer")
+    answer = as_answer(value, name)
+    if data.answer_pattern is None:
+        return answer
+    match = cut_out(answer, data.answer_pattern)
+    if not match:
+        raise ValueError(
+            f"{data.section}.answer_pattern {data.answer_pattern.pattern!r} finds no answer in "
+            f"column {name!r}: {answer!r:.80}"
+        )
+    return match
+
+
+def cut_out(answer: str, pattern: re.Pattern[str]) -> str:
+    """Return group 1 of the pattern's first match, without the spaces around it. "" if none."""
+    match = pattern.search(answer)
+    return (match[1] or "").strip() if match else ""
+
+
+def as_answer(value: Any, name: str) -> str:
+    """Return an answer in column `name` as text; a number is written in digits.
+
+    72.0 becomes "72": pandas makes floats of all numbers in a column that has a null. Raise
+    ValueError if it is neither text nor a number.
+    """
+    # A table may have a column of dates: they become text, as in 2026-01-31.
+    value = _without_numpy(value)
+    if type(value) is datetime.date:
+        value = value.isoformat()
+
+    if isinstance(value, str):
+        check_characters(value, f"column {name!r}")
+        if not value.strip():
+            raise ValueError(f"column {name!r} is empty")
+        return value
+
+    # A bool is an int in Python, but no number in an answer.
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        fact = f"column {name!r} must be text or a number, got {value!r:.80}"
+        if isinstance(value, datetime.datetime):
+            fact += (
+                ", which `datasets` makes of text in JSON, too: "
+                "name the .jsonl file itself without hf:"
+            )
+        raise ValueError(f"{fact}; write it as text, or remove the row")
+    if isinstance(value, float) and abs(value) > MOST_EXACT:
+        raise ValueError(
+            f"column {name!r} is {value!r}, a float that may have lost digits: write it as text"
+        )
+    # Write it without an exponent, trailing zeros or "-0": models answer with plain digits.
+    digits = f"{Decimal(str(value)):f}"
+    if "." in digits:
+        digits = digits.rstrip("0").rstrip(".")
+    return "0" if digits == "-0" else digits
+
+
+# Chats: what is wrong with one
+
+
+def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> list[Message]:
+    """Check the messages of a chat in column `name`, and return them without training marks.
+
+    Only a turn that is shown but not taught keeps a mark: weight 0. contents: the types that a
+    message's content may have. Raise ValueError if this is no chat.
+    """
+    if not (isinstance(messages, list) and messages):
+        raise ValueError(
+            f"column {name!r} must be text or a list of messages, got {messages!r:.80}"
+        )
+    sound = []
+    for number, message in enumerate(messages):
+        place = f"message {number} of column {name!r}"
+        sound.append(_checked(message, place, name, contents))
+    return sound
+
+
+def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(_no_message(message, place))
+    if "role" not in message and {"from", "value"} <= message.keys():
+        advice = "rename 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
+        raise ValueError(f"{_no_message(message, place)}: {advice}")
+    # The marks are left out here; at the end they become a weight of 0, or nothing.
+    fields = {key: value for key, value in message.items() if key not in MARKS}
+    role = fields.get("role")
+    if role == "assistant":
+        fields.setdefault("content", "")  # tool calls or a thought may be all of a turn
+    content = fields.get("content")
+    if not isinstance(role, str) or not isinstance(content, contents):
+        advice = ""
+        if isinstance(content, list):
+            advice = ": only models that take images have parts that are no text"
+        raise ValueError(f"{_no_message(message, place)}{advice}")
+
+    # Templates compare roles letter by letter, and ignore keys that they do not know. Roles beyond
+    # ROLES, such as "developer", are left to them.
+    lower_case = role.strip().lower()
+    known = WRONG_ROLES.get(lower_case, lower_case)
+    if known in ROLES and role != known:
+        raise ValueError(
+            f"{place} has the role {role!r}, which chat templates do not know: write {known!r}"
+        )
+    if "function_call" in fields:
+        raise ValueError(
+            f"{place} has a function_call, which chat templates leave out: write it as tool_calls"
+        )
+    calls = fields.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ValueError(f"{place} must have a list of tool_calls, got {calls!r:.80}")
+
+    # An assistant's turn without text is empty only if it has nothing but role and content.
+    is_blank = isinstance(content, str) and not content.strip()
+    has_only_text = len(fields) == 2
+    if is_blank and (role == "user" or (role == "assistant" and has_only_text)):
+        raise ValueError(f"column {name!r} has an empty turn of the {role}: remove it")
+    if not _is_taught(message, place):
+        fields["weight"] = 0
+    return fields
+
+
+def _no_message(message: Any, place: str) -> str:
+    return f"{place} must be {{'role': text, 'content': text}}, got {message!r:.80}"
+
+
+def _is_taught(message: Message, place: str) -> bool:
+    """Check whether training teaches a turn: yes, unless it is marked with 0."""
+    marks = {key: message[key] for key in MARKS if key in message}
+    if any(value not in (0, 1) for value in marks.values()):
+        raise ValueError(
+            f"{place} is marked {marks}, but a turn is taught (1) or only shown (0): mark it so"
+        )
+    if message["role"] != "assistant" and any(marks.values()):
+        raise ValueError(
+            f"{place} is marked {marks}, but only turns of the assistant are taught: "
+            "remove the mark"
+        )
+    return all(marks.values())
+
+
+def unmarked(message: Message) -> dict[str, Any]:
+    """Return a message without the weight that `checked` leaves in it."""
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
+# Rows that have a completion, too
+
+
+def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
+    """Read a row with a prompt and its completion, and return it as a run writes a rollout.
+
+    `score` reads such rows from a file that no run wrote. The row has the columns that the section
+    names, or else `prompt` and `answer`. If data.answer_pattern finds nothing in an answer, it is
+    taken to be cut out already.
+    """
+    columns = columns_of(row, {data.prompt_column, "prompt", "messages"})
+    prompt_column = data.prompt_column if data.prompt_column in columns else "prompt"
+    answer_column = data.answer_column or "answer"
+    if answer_column not in columns:
+        answer_column = "answer"
+
+    # Text and null stay. Chats are checked, and lose their training marks, as in a Prompt.
+    sample = dict(columns)
+    for name in (prompt_column, "messages"):
+        if not isinstance(columns.get(name), str | None):
+            messages = checked(columns[name], name, (str, list))
+            sample[name] = [unmarked(message) for message in messages]
+    sample["prompt"] = sample.get(prompt_column)
+
+    answer = columns.get(answer_column)
+    if answer is not None:
+        answer = as_answer(answer, answer_column)
+        if data.answer_pattern is not None:
+            answer = cut_out(answer, data.answer_pattern) or answer
+
+    used = (prompt_column, answer_column, "messages", "completion")
+    return sample | {
+        "answer": answer,
+        "meta": {name: value for name, value in columns.items() if name not in used},
+        "parts": {"env": columns.get("reward")},
+        "failed": None,
+    }

@@ -81,8 +81,8 @@ class SeeingRenderer(Renderer):
                 messages = remaining[name]
                 remaining[name] = [_with_places(message, inline[name]) for message in messages]
 
-        # Several columns may show the same images, as `chosen` and `rejected` do.
-        # A list of None alone has places for the images of a column.
+        # A list of None alone has places for the images of a column. Several columns may show the
+        # same images, as `chosen` and `rejected` do.
         lists = [images for images in inline.values() if images.count(None) < len(images)]
         if lists and (in_columns or any(images != lists[0] for images in lists)):
             raise ValueError(

@@ -348,9 +348,9 @@ class Episode:
     async def _shortened(
         self, history: History, added: Added | None, step: Observation, raw_images: Sequence[Any]
     ) -> Added | None:
-        """Begin a new transcript with a shorter history. Returns NOTHING, as that has all tokens.
+        """Begin a new transcript with a shorter history, to which nothing is to be added.
 
-        If no history is short enough, the old transcript stays. Returns what `added` is then.
+        If no history is short enough, the old transcript stays, and `added` is to be added.
         """
         dialogue = self._conversation.since(self._transcript.dialogue, step.messages)
         has_text = bool(step.text) or any(message["role"] == "environment" for message in dialogue)
