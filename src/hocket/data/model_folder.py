@@ -178,16 +178,3 @@ def _without_weights(path: str, *, trains: bool) -> list[str]:
         "or download it again, or save it with transformers; model.random_init=true draws random "
         "weights"
     ]
-
-
-def has_weights(path: str) -> bool:
-    """Check whether a folder has weights, whole or in part."""
-    files, problems = model_files.weight_files(path)
-    return bool(files or problems)
-
-
-def has_tensor(path: str, name: str) -> bool:
-    """Check whether the weight files hold a tensor of this name."""
-    files, _ = model_files.weight_files(path)
-    shapes, _ = model_files.read_headers(files)
-    return name in shapes
