@@ -6,12 +6,11 @@ from hocket.types import Message
 
 
 class Conversation:
-    """The messages of an episode, apart from their tokens.
+    """The messages of an episode, apart from their tokens: those it began with, and those since.
 
-    They are the messages that it began with, and those since. A transcript's prompt is rendered
-    from the messages known when it was begun, and its dialogue goes on from there. The first
-    messages of the dialogue may repeat the last ones of the prompt. The lists change with each new
-    transcript:
+    A transcript has the dialogue since it was begun. Where reset or a shorter history begins a new
+    one, the newest messages are rendered in its prompt, and are the first of its dialogue, too, as
+    the run records them there. `since` must not count them twice:
 
                     began                      since           the dialogue repeats
         at first    the data's prompt          nothing         nothing
