@@ -21,7 +21,8 @@ from hocket.algorithm.samples import (
 from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import Config
-from hocket.data.stream import EXHAUSTED, PromptStream
+from hocket.data.mixture import Stream
+from hocket.data.stream import EXHAUSTED
 from hocket.observe.console import Console
 from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
@@ -42,7 +43,7 @@ class Run:
 
     config: Config
     servers: ServerPool
-    stream: PromptStream  # draws prompts, and records the outcome of each
+    stream: Stream  # draws prompts, and records the outcome of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
     # Prepares a group's rewards for training, and says whether the group has a signal.

@@ -39,7 +39,7 @@ from hocket.commands.sources import HeldOutPrompts, PromptSource, RewardNames
 from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
-from hocket.data.mixture import MixedStream, unlike
+from hocket.data.mixture import MixedStream, Stream, drop_held_out
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError
@@ -76,7 +76,7 @@ class LoadedPrompts:
 
     training: Mapping[str, Prompts]  # the prompts to train on, by source
     held_out: Sequence[Prompt]  # the prompts of the evaluation
-    stream: PromptStream  # draws prompts from `training`
+    stream: Stream  # draws prompts from `training`
     needed: int  # tokens of the longest training prompt with a completion
 
 
@@ -217,14 +217,14 @@ class Parts(AbstractContextManager["Parts"]):
         if compare or excludes:
             evaluated = self.held_out()
             held_out = evaluated.prompts
-            training = unlike(training, evaluated.keys, excludes, say)
+            training = drop_held_out(training, evaluated.keys, excludes, say)
 
         # One stream of draws over all sources.
         streams = dict[str, PromptStream]()
         for name, prompts in training.items():
             streams[name] = self.sources[name].stream(prompts, shares[name])
         if is_mixture:
-            stream: PromptStream = MixedStream(streams, weights, self.config.trainer.seed)
+            stream: Stream = MixedStream(streams, weights, self.config.trainer.seed)
         else:
             stream = streams[""]
         return LoadedPrompts(training=training, held_out=held_out, stream=stream, needed=needed)
