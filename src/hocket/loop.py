@@ -25,7 +25,7 @@ from hocket.data.stream import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
-from hocket.rewards.scorer import RewardScorer, refuse_failing
+from hocket.rewards.scorer import Scorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Batches, BatchSource
@@ -44,7 +44,7 @@ class Run:
     servers: ServerPool
     stream: PromptStream  # draws prompts, and records the outcome of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
-    scorer: RewardScorer
+    scorer: Scorer
     # Prepares a group's rewards for training; `reason` says why it has no signal, else None.
     shape: Callable[[Group], ScoredGroup]
     batches: Batches

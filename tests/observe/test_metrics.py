@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.algorithm.losses import LossConfig
 from hocket.algorithm.samples import shape, signal_metrics, train_samples
-from hocket.config import load
+from hocket.config import LossConfig, load
 from hocket.observe import metrics as metrics_module
 from hocket.observe.metrics import (
     SUSPICIOUS,

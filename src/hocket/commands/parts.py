@@ -50,7 +50,7 @@ from hocket.observe.console import SHORT, Console
 from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health
 from hocket.protocol.manifest import model_shapes
-from hocket.rewards.scorer import RewardCalls, RewardScorer
+from hocket.rewards.scorer import RewardCalls, RewardScorer, Scorer
 from hocket.rollout.collect import Play, Slot
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
@@ -398,7 +398,7 @@ class Parts(AbstractContextManager["Parts"]):
             self.console.say(f"nothing is evaluated: {NO_ROWS}")
         return HeldOutPrompts(prompts, keys)
 
-    def scorer(self) -> RewardScorer:
+    def scorer(self) -> Scorer:
         """Make the scorer of training, by the rewards that each source trains on."""
         return self._scorer(lambda source: source.rewards.functions)
 
@@ -414,7 +414,7 @@ class Parts(AbstractContextManager["Parts"]):
             names.append(name)
         return local, remote
 
-    def _scorer(self, names: RewardNames) -> RewardScorer:
+    def _scorer(self, names: RewardNames) -> Scorer:
         scorers = {}
         for name, source in self.sources.items():
             scorers[name] = RewardScorer(self.calls[name], names(source.settings))

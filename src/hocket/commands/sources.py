@@ -261,8 +261,8 @@ class PromptSource:
         return player(self._environment, servers, ask, renderer, limits)
 
 
-class EachScorer(RewardScorer):
-    """Scores a rollout by the rewards of its source, in a run with several sources."""
+class EachScorer:
+    """Scores rollouts by the rewards of their source: a `Scorer`."""
 
     def __init__(self, scorers: Mapping[str, RewardScorer]) -> None:
         self._scorers = scorers  # by source

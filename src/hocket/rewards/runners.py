@@ -80,7 +80,8 @@ class Inline(Runner):
 class InLoop(Runner):
     """Calls an async reward in one event loop; the instance of a class lives as long as the loop.
 
-    `seconds` gets the deque with the durations of the reward's calls under its name.
+    It measures calls itself, as `Call.seconds` may be replaced: under the reward's name it puts
+    into `seconds` its durations, or those that a class measures as its attribute `call_seconds`.
     """
 
     def __init__(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hocket.errors import RewardError, program
 from hocket.rewards.base import RetryError, bind
@@ -25,6 +25,18 @@ PATIENCE_S = 10.0  # seconds without the end of a call until a warning says so
 # Numbers of late calls in a row that end the run: at a reward's start, and after a call in time.
 FIRST_LATE = 8
 MOST_LATE = 32
+
+
+class Scorer(Protocol):
+    """Scores the rollouts of a group: each when its episode ends, then all of them together."""
+
+    async def ask(self, rollout: Rollout) -> Mapping[str, Score]:
+        """Call the rewards that score a single rollout. Returns their scores by name."""
+
+    async def settle(
+        self, rollouts: Sequence[Rollout], values: Sequence[Mapping[str, Score]]
+    ) -> tuple[Score, ...]:
+        """Score a complete group. `values` holds the result of `ask` for each rollout."""
 
 
 class RewardScorer:
@@ -105,7 +117,8 @@ class RewardCalls:
         self.seconds = {name: clock() for name in self.specs}
         self._timeout_s = config.timeout_s
         self._may_fail = config.max_error_rate == 1
-        # Late calls in a row, by reward. It begins so high that the FIRST_LATE first ones suffice.
+        # Late calls in a row, by reward. MOST_LATE end the run; a count that begins at this value
+        # reaches it after FIRST_LATE.
         self._late = dict.fromkeys(self.specs, MOST_LATE - FIRST_LATE)
         # When a call of the reward last ended, or a warning said that none does.
         self._quiet_since = dict.fromkeys(self.specs, 0.0)
