@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from hocket.common.registry import Registry, need, options_of
 from hocket.config import LoggerSpec
-from hocket.formats import ROLLOUTS, SUMMARY, MetricsRow, RolloutRow
+from hocket.formats import ROLLOUTS, SUMMARY, MetricsRow
 from hocket.observe.rows import read_summary, scan_rollouts, step_of
 
 LOOK_S = 0.5  # seconds between looks for new steps
@@ -95,16 +95,16 @@ def bind(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
 
 def start(
     specs: Sequence[LoggerSpec], steps: list[MetricsRow], say: Say, **run_arguments: Any
-) -> list["InThread"]:
+) -> list["LoggerThread"]:
     """Start the loggers of a run, which adds its steps to `steps`. Raises ConfigError as `bind`."""
     threads = []
     for spec, make in zip(specs, bind(specs), strict=True):
         make_logger = partial(make, **run_arguments)
-        threads.append(InThread(spec, make_logger, steps, run_arguments["run_dir"], say))
+        threads.append(LoggerThread(spec, make_logger, steps, run_arguments["run_dir"], say))
     return threads
 
 
-def close(threads: Sequence["InThread"], *, failed: bool) -> None:
+def close(threads: Sequence["LoggerThread"], *, failed: bool) -> None:
     """End loggers side by side; leave those behind that are not done after CLOSE_S."""
     for thread in threads:
         thread.failed = failed
@@ -113,14 +113,13 @@ def close(threads: Sequence["InThread"], *, failed: bool) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
-            num_missing = len(thread.steps) - thread.num_done
-            thread.report(
-                "is not done", f"{num_missing} steps still wait for it after {CLOSE_S:g} s"
-            )
+            num_waiting = len(thread.steps) - thread.num_done
+            cause = f"{num_waiting} steps still wait for it after {CLOSE_S:g} s"
+            thread.report("is not done", cause)
 
 
-class InThread(threading.Thread):
-    """Passes the steps that a run adds to a list on to a logger, with their rollouts, then its summary.
+class LoggerThread(threading.Thread):
+    """Passes on to a logger the steps that a run adds to a list, then the run's summary.
 
     Rollouts and summary are read from the run folder. An error of the logger is reported once.
     """
@@ -168,6 +167,7 @@ class InThread(threading.Thread):
         self._attempt(logger.close, failed=self.failed)
 
     def _attempt(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Make a call that may use the logger; if it fails, the next calls are made all the same."""
         try:
             call(*args, **options)
         except BaseException as error:  # noqa: BLE001 - some end the process
@@ -176,11 +176,15 @@ class InThread(threading.Thread):
     def _table(self, logger: Logger, step: int, kind: str) -> None:
         """Pass on the rollouts of a step, where they are due, or of its evaluation."""
         is_due = kind == "eval" or step == 1 or step % self._spec.rollouts_every == 0
+        if not is_due:
+            return
         path = self._run_dir / ROLLOUTS / f"{kind}_{step:06d}.jsonl"
-        if is_due:
-            rows = [_cells(row) for row in islice(scan_rollouts(path), self._spec.rollouts)]
-            if rows:
-                logger.table(step, TABLES[kind], rows)
+        rows = []
+        for row in islice(scan_rollouts(path), self._spec.rollouts):
+            columns: Mapping[str, object] = row
+            rows.append([_cell(columns[name]) for name in COLUMNS])
+        if rows:
+            logger.table(step, TABLES[kind], rows)
 
     def _summary(self, logger: Logger) -> None:
         if (self._run_dir / SUMMARY).exists():
@@ -191,11 +195,6 @@ class InThread(threading.Thread):
         if problem not in self._reported:
             self._reported.add(problem)
             self._say(f"logger {self.name} {problem}: {str(cause) or repr(cause)}")
-
-
-def _cells(row: RolloutRow) -> list[Any]:
-    columns: Mapping[str, object] = row
-    return [_cell(columns[name]) for name in COLUMNS]
 
 
 def _cell(value: object) -> Any:

@@ -399,13 +399,9 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 class Alarms:
-    """Finds what is unhealthy in the steps of a run, in order: by `alarms`, and by an entropy that falls too fast.
+    """Finds unhealthy metrics in the steps of a run: by `alarms`, and an entropy that collapses.
 
     A resumed run begins anew: it compares only steps of its own process.
-
-        rings = Alarms()
-        rings.step({"train/entropy": 1.2})  # {}
-        rings.step({"train/entropy": 0.2})  # {"train/entropy": "train/entropy = 0.2 (< 0.25 of 1.2, ..."}
     """
 
     def __init__(self) -> None:

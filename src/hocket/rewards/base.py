@@ -39,10 +39,6 @@ def _decoded_images(rollout: Rollout) -> list[Any]:
     return [decoded(image.data) for image in rollout.prompt.images]
 
 
-def _texts(rollouts: Sequence[Rollout]) -> list[str]:
-    return [rollout.text for rollout in rollouts]
-
-
 # Arguments that are equal for all rollouts of a group.
 _PROMPT_ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "prompt": attrgetter("prompt.text"),  # the text of the last user message, or the plain prompt
@@ -61,7 +57,7 @@ _ROLLOUT_ARGUMENTS: dict[str, Callable[[Any], Any]] = {
 }
 # Arguments of a reward that scores a whole group in one call; rollouts that failed are not in it.
 _GROUP_ARGUMENTS: dict[str, Callable[[Sequence[Rollout]], Any]] = {
-    "completions": _texts,
+    "completions": lambda rollouts: [rollout.text for rollout in rollouts],
     "rollouts": list,
 }
 _SINGLE_ARGUMENTS = _PROMPT_ARGUMENTS | _ROLLOUT_ARGUMENTS

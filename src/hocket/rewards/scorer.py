@@ -44,8 +44,8 @@ class RewardScorer:
 
     It raises nothing but RewardError, which ends the run.
 
-    with RewardCalls(config.rewards, names) as calls:
-        scores = await RewardScorer(calls, names).score_group(rollouts)
+        with RewardCalls(config.rewards, names) as calls:
+            scores = await RewardScorer(calls, names).score_group(rollouts)
     """
 
     def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
@@ -70,14 +70,9 @@ class RewardScorer:
         return {name: score for name, (score,) in results.items()}
 
     async def settle(
-        self,
-        rollouts: Sequence[Rollout],
-        values: Sequence[Mapping[str, Score]],
+        self, rollouts: Sequence[Rollout], values: Sequence[Mapping[str, Score]]
     ) -> tuple[Score, ...]:
-        """Call the rewards that score a group, and combine all rewards of each rollout.
-
-        `values` holds the result of `ask` for each rollout.
-        """
+        """Call the rewards that score a group, and combine all rewards of each rollout."""
         scores = [no_score(rollout.error) for rollout in rollouts]
         played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
         if not played:
