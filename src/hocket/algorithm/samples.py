@@ -70,7 +70,7 @@ def shape(
         env_weight: the weight of the environment's rewards in a score.
         pass_reward: the reward function whose mean is the prompt's pass rate; "": none.
     """
-    # A KL in the rewards, or whitening over all tokens, makes advantages of equal rewards, too.
+    # With a KL in the rewards, or with whitening over all tokens, equal rewards have advantages.
     needs_spread = (
         _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
     )

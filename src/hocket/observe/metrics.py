@@ -14,11 +14,12 @@ from hocket.types import Group, Rollout
 # Phases of time/step, in order; what is left of it is `other`.
 PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
 
-# An entropy has collapsed if it is below this share of the highest of this many steps before. A run
-# that learns loses less within so few steps.
+# The entropy has collapsed if it is below this share of the highest in this many steps before. A
+# run that learns keeps more of it within so few steps. Where the highest is at most MIN_ENTROPY, in
+# nats, such a fall is the noise of a few tokens.
 ENTROPY_KEPT = 0.25
 NUM_ENTROPIES = 8
-MIN_ENTROPY = 0.2  # nats; a lower entropy varies that much by the noise of a few tokens
+MIN_ENTROPY = 0.2
 
 
 class Metric(NamedTuple):
@@ -162,7 +163,7 @@ METRIC_TABLES: Registry[Sequence[Metric]] = Registry(
 metric_table = METRIC_TABLES.register
 """Register the metrics that an optional module or a plugin reports: metric_table(NAME)(METRICS).
 
-They get alarms, and are in the page and the docs as hocket's are.
+They have alarms and a line in docs and page, as those above.
 
 Example: a plugin that defines what is healthy for a number that its environment measures.
 
@@ -216,25 +217,24 @@ def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    # A metric is the mean of its values.
+    """Compute the metrics of one source. Most are the mean of a list of values."""
     values = defaultdict[str, list[float]](list)
     of_environments = defaultdict[str, list[float]](list)
     best = max((score.total for group in groups for _, score in group.scored), default=0.0)
     for group in groups:
         texts = Counter(rollout.text for rollout in group.rollouts)
-        for rollout in group.rollouts:
+        for rollout, score in zip(group.rollouts, group.scores, strict=True):
+            has_score = score.error is None
+            is_duplicate = texts[rollout.text] > 1
             _add_rollout(values, rollout)
-            values["rollout/duplicates"].append(texts[rollout.text] > 1)
+            values["rollout/duplicates"].append(is_duplicate)
+            values["rollout/alike"].append(is_duplicate and has_score and score.total < best)
             for name, value in rollout.metrics.items():
                 of_environments[name].append(value)
-        num_alike = 0
-        for rollout, score in group.scored:
-            num_alike += texts[rollout.text] > 1 and score.total < best
-            values["reward/mean"].append(score.total)
-            for name, part in score.parts.items():  # other rollouts may lack it
-                values[f"reward/{name}"].append(part)
-        values["rollout/alike"] += [1.0] * num_alike
-        values["rollout/alike"] += [0.0] * (len(group.rollouts) - num_alike)
+            if has_score:
+                values["reward/mean"].append(score.total)
+                for name, part in score.parts.items():  # other rollouts may lack it
+                    values[f"reward/{name}"].append(part)
     if not values:
         return {}
 

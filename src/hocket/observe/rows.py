@@ -37,9 +37,9 @@ from hocket.formats import (
     Summary,
     TrainedRow,
 )
+from hocket.observe.vision import image_of, keep
 from hocket.types import (
     Group,
-    Image,
     Message,
     Prompt,
     Rollout,
@@ -70,10 +70,7 @@ def write_rollouts(folder: Path, name: str, groups: Iterable[Group]) -> Path:
     for group in groups:
         for rollout in group.rollouts:
             for sequence in rollout.sequences:
-                if sequence.images:
-                    from hocket.observe.vision import keep  # imports Pillow
-
-                    keep(folder, sequence)
+                keep(folder, sequence)
     path = folder / ROLLOUTS / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lines_of(groups))
@@ -384,11 +381,6 @@ def _sequence(row: SequenceRow, folder: Path | None) -> TokenSequence:
     if not isinstance(completion, str):
         raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
     token_ids = array("I", row.get("token_ids", ()))
-    images: tuple[Image, ...] = ()
-    if row.get("images"):
-        from hocket.observe.vision import image_of
-
-        images = tuple(image_of(image, folder) for image in row["images"])
     return TokenSequence(
         token_ids=token_ids,
         mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
@@ -400,7 +392,7 @@ def _sequence(row: SequenceRow, folder: Path | None) -> TokenSequence:
         text=completion,
         opening=row.get("opening", ""),
         dialogue=tuple(row.get("dialogue", ())),
-        images=images,
+        images=tuple(image_of(image, folder) for image in row.get("images") or ()),
         turn_rewards=tuple(TurnReward(*turn) for turn in row.get("turn_rewards", ())),
     )
 

@@ -34,7 +34,7 @@ def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
 
 
 def _decoded_images(rollout: Rollout) -> list[Any]:
-    from hocket.common.vision import decoded  # imports Pillow: only rewards that name `images`
+    from hocket.common.vision import decoded  # only rewards that name `images` wait for its import
 
     return [decoded(image.data) for image in rollout.prompt.images]
 
