@@ -37,9 +37,9 @@ from hocket.formats import (
     Summary,
     TrainedRow,
 )
-from hocket.observe.vision import image_of, keep
 from hocket.types import (
     Group,
+    Image,
     Message,
     Prompt,
     Rollout,
@@ -70,7 +70,10 @@ def write_rollouts(folder: Path, name: str, groups: Iterable[Group]) -> Path:
     for group in groups:
         for rollout in group.rollouts:
             for sequence in rollout.sequences:
-                keep(folder, sequence)
+                if sequence.images:
+                    from hocket.observe.vision import keep  # only runs with images import it
+
+                    keep(folder, sequence)
     path = folder / ROLLOUTS / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lines_of(groups))
@@ -381,6 +384,11 @@ def _sequence(row: SequenceRow, folder: Path | None) -> TokenSequence:
     if not isinstance(completion, str):
         raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
     token_ids = array("I", row.get("token_ids", ()))
+    images: tuple[Image, ...] = ()
+    if row.get("images"):
+        from hocket.observe.vision import image_of
+
+        images = tuple(image_of(image, folder) for image in row["images"])
     return TokenSequence(
         token_ids=token_ids,
         mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
@@ -392,7 +400,7 @@ def _sequence(row: SequenceRow, folder: Path | None) -> TokenSequence:
         text=completion,
         opening=row.get("opening", ""),
         dialogue=tuple(row.get("dialogue", ())),
-        images=tuple(image_of(image, folder) for image in row.get("images") or ()),
+        images=images,
         turn_rewards=tuple(TurnReward(*turn) for turn in row.get("turn_rewards", ())),
     )
 
