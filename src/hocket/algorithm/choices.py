@@ -83,9 +83,8 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
         name = options.pop("name")
         section = f"algorithm.{kind}"
         choice = KINDS[kind].get(name, f"{section}: ")
-        called = f"{KINDS[kind].kind} {name}"
         checked = options_of(
-            called, choice.function, options, section=section, keys=choice.arguments
+            f"{kind} {name}", choice.function, options, section=section, keys=choice.arguments
         )
         _chosen[key] = dataclasses.replace(choice, options=checked)
     return _chosen[key]
