@@ -35,7 +35,6 @@ from hocket.formats import (
     RolloutRow,
     SequenceRow,
     Summary,
-    TrainedRow,
 )
 from hocket.types import (
     Group,
@@ -258,16 +257,11 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def scan_rollouts(path: Path, mark: bytes = b"", *, tokens: bool = False) -> Iterator[RolloutRow]:
-    """Yield the rows of a file of rollouts as `_scan` does."""
-    return _scan(path, mark, tokens=tokens)
+    """Yield the rows of a file of rollouts as `scan_lines` does."""
+    return scan_lines(path, mark, tokens=tokens)
 
 
-def scan_trained(path: Path, *, tokens: bool = False) -> Iterator[TrainedRow]:
-    """Yield the rows of trained/step_N.jsonl as `_scan` does."""
-    return _scan(path, b"", tokens=tokens)
-
-
-def _scan(path: Path, mark: bytes, *, tokens: bool) -> Iterator[Any]:
+def scan_lines(path: Path, mark: bytes = b"", *, tokens: bool = False) -> Iterator[Any]:
     """Yield the rows of a JSONL file one by one, without broken lines; none if it is missing.
 
     A line that lacks the bytes `mark` is skipped before it is parsed. Without `tokens`, the lists
