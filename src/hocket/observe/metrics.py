@@ -11,9 +11,6 @@ from hocket.common.registry import Registry
 from hocket.config.sections import markdown_table
 from hocket.types import Group, Rollout
 
-# Phases of time/step, in order; what is left of it is `other`.
-PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
-
 # The entropy has collapsed if it is below this share of the highest in this many steps before. A
 # run that learns keeps more of it within so few steps. Where the highest is at most MIN_ENTROPY, in
 # nats, such a fall is the noise of a few tokens.
@@ -185,8 +182,6 @@ OF_FIRST_UPDATE = "sampling/"
 
 # Gaps between engine and trainer. They are at most sync/max_gap where no rollout is stale.
 ON_POLICY = frozenset({"train/logprob_gap", "train/mismatch_kl"})
-# An alarm of one of these may mean that a server has wrong weights.
-SUSPICIOUS = ON_POLICY | {"train/importance_mean", "train/ess", "staleness/over_bound"}
 
 
 def known_metrics() -> list[Metric]:
