@@ -26,7 +26,7 @@ from hocket.data.stream import EXHAUSTED
 from hocket.observe.console import Console
 from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
-from hocket.rewards.scorer import RewardScorer, refuse_failing
+from hocket.rewards.scorer import Scorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Batches, BatchSource
@@ -45,8 +45,8 @@ class Run:
     servers: ServerPool
     stream: Stream  # draws prompts, and records the outcome of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
-    scorer: RewardScorer
-    # Prepares a group's rewards for training, and says whether the group has a signal.
+    scorer: Scorer
+    # Prepares a group's rewards for training; `reason` says why it has no signal, else None.
     shape: Callable[[Group], ScoredGroup]
     batches: Batches  # opens the pipeline, which gathers batches ahead of training, or a replay
     trainer: Trainer

@@ -46,7 +46,7 @@ from hocket.errors import ConfigError
 from hocket.launch import Child, stop, visible_gpus
 from hocket.observe.console import SHORT, Console
 from hocket.protocol import Health
-from hocket.rewards.scorer import RewardCalls, RewardScorer
+from hocket.rewards.scorer import RewardCalls, RewardScorer, Scorer
 from hocket.rollout.collect import Play, Slot
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
@@ -278,11 +278,11 @@ class Parts(AbstractContextManager["Parts"]):
             self.console.say(f"nothing is evaluated: {NO_ROWS}")
         return HeldOutPrompts(prompts, keys)
 
-    def scorer(self) -> RewardScorer:
+    def scorer(self) -> Scorer:
         """Make the scorer of training, by the rewards that each source trains on."""
         return self._scorer(lambda source: source.rewards.functions)
 
-    def _scorer(self, names: RewardNames) -> RewardScorer:
+    def _scorer(self, names: RewardNames) -> Scorer:
         scorers = {}
         for name, source in self.sources.items():
             scorers[name] = RewardScorer(self.calls[name], names(source.settings))

@@ -110,7 +110,7 @@ def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
 
         with tasks.event_loop() as run_there:
             refuse_missing(visible_gpus())
-            loggers.bound(config.observe.loggers)
+            loggers.bind(config.observe.loggers)
             with tasks.starting():
                 parts = Parts.make(config, console, lambda source: source.reward_names)
                 stack.enter_context(parts)

@@ -255,19 +255,17 @@ class PromptSource:
         return player(self._environment, servers, ask, renderer, limits)
 
 
-class EachScorer(RewardScorer):
-    """Scores a rollout by the rewards of its source."""
+class EachScorer:
+    """Scores rollouts by the rewards of their source: a `Scorer`."""
 
     def __init__(self, scorers: Mapping[str, RewardScorer]) -> None:
         self._scorers = scorers  # by source
 
-    async def ask(self, rollout: Rollout) -> dict[str, Score]:
+    async def ask(self, rollout: Rollout) -> Mapping[str, Score]:
         return await self._scorers[rollout.prompt.source].ask(rollout)
 
     async def settle(
-        self,
-        rollouts: Sequence[Rollout],
-        values: Sequence[Mapping[str, Score]],
+        self, rollouts: Sequence[Rollout], values: Sequence[Mapping[str, Score]]
     ) -> tuple[Score, ...]:
         source = rollouts[0].prompt.source  # all rollouts of a group have the same prompt
         return await self._scorers[source].settle(rollouts, values)

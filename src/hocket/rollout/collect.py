@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from hocket.client.pool import Deadline
 from hocket.common.tasks import cancel
 from hocket.protocol import SamplingParams
-from hocket.rewards.scorer import RewardScorer
+from hocket.rewards.scorer import Scorer
 from hocket.types import Group, Prompt, Rollout, Score
 
 
@@ -73,7 +73,7 @@ async def collect(
     plan: Plan,
     take: Take,
     play: Play,
-    scorer: RewardScorer,
+    scorer: Scorer,
     *,
     has_signal: Callable[[Group], bool] = lambda group: True,
 ) -> Batch:
@@ -117,7 +117,7 @@ async def collect(
 
 
 async def _episode(
-    open_group: _OpenGroup, sample: int, plan: Plan, play: Play, scorer: RewardScorer
+    open_group: _OpenGroup, sample: int, plan: Plan, play: Play, scorer: Scorer
 ) -> Group | None:
     """Play and score one episode. The last one of a group returns the complete group."""
     group_id = f"{plan.label}/{open_group.index}"

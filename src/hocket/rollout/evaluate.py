@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hocket.client.pool import Deadline
 from hocket.observe.metrics import by_source
 from hocket.protocol import SamplingParams
-from hocket.rewards.scorer import RewardScorer, refuse_failing
+from hocket.rewards.scorer import Scorer, refuse_failing
 from hocket.rollout.collect import Plan, Play, Slot, collect
 from hocket.types import Group, Metrics, Prompt, Rollout
 
@@ -23,7 +23,7 @@ class Evaluation:
 
     prompts: Sequence[Prompt]
     play: Play
-    scorer: RewardScorer  # scores by the rewards of `rewards` alone
+    scorer: Scorer  # scores by the rewards of `rewards` alone
     rewards: Mapping[str, str]  # name of the reward that measures each source
     samples: int  # samples per prompt at a temperature above 0, after a greedy rollout
     sampling: SamplingParams
