@@ -86,7 +86,7 @@ class Trainer(Together):
 
         self.untrained: dict[int, str] = {}  # groups that the last step did not train → the reason
         self._skipped_in_row = 0  # steps in a row whose updates were all skipped
-        self.fitted_for: int | None = None  # hash of what micro_batch_tokens=auto was measured for
+        self._fitted_for: int | None = None  # hash of what micro_batch_tokens=auto was measured for
         self.away: share_gpu.Offloaded = ()  # the state that is in CPU memory while a server runs
 
         # For the advice of an out-of-memory error: `_load` measures with micro-batches of this size
@@ -238,7 +238,7 @@ class Trainer(Together):
             include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
         )
         gpu = torch.cuda.get_device_name(self.device)
-        self.fitted_for = seed_of(settings, leaves, self.ranks.size, gpu)
+        self._fitted_for = seed_of(settings, leaves, self.ranks.size, gpu)
         longest = tokenizers.context_length(config.model) - 1
         self.micro_batch_tokens = memory.fit_micro_batch(
             self.learners, self.ranks, leaves=leaves, longest=longest
@@ -277,7 +277,7 @@ class Trainer(Together):
     def memory(self) -> str:
         """Describe the memory and the attention kernel of a step, for the run's first lines."""
         line = f"a step needs {self.estimate}; attention: {self.attention}"
-        if self.fitted_for is None:
+        if self._fitted_for is None:
             return line
         tokens = self.micro_batch_tokens
         fits = f"sequences of up to {tokens + 1} tokens have room"
@@ -638,7 +638,7 @@ class Trainer(Together):
         return {
             "engines": engines,
             "skipped_in_row": self._skipped_in_row,
-            "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self.fitted_for},
+            "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self._fitted_for},
             "dtype": manifest.dtype_name(self.setup.dtype),
         }
 
@@ -670,7 +670,7 @@ class Trainer(Together):
             learner.engine.restore(read, state["engines"][learner.name])
         # Micro-batches of another size would sum gradients in another order.
         size = state["micro_batch"]
-        if self.fitted_for is not None and self.fitted_for == size["measured_for"]:
+        if self._fitted_for is not None and self._fitted_for == size["measured_for"]:
             self.micro_batch_tokens = size["tokens"]
 
     # Sharing a GPU with a server
