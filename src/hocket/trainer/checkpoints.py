@@ -35,7 +35,7 @@ STATE_FILE = "state.json"
 # Launchers of several ranks pass a Ctrl-C on to rank 0 as SIGUSR1.
 CTRL_C = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT
 
-# Commands that train beside `train`. The name of each is that of a part of its checkpoints.
+# Commands that train beside `train`. A checkpoint of each has a part of the same name.
 _STAGES = ("sft", "rm", "dpo")
 
 # Prefixes of the settings that a resumed run must not change.
@@ -50,7 +50,7 @@ _FIXED_SETTINGS = (
     "dpo.batch_size.",
 )
 
-# Files and folders that a run writes into its folder. A user's other files are left alone.
+# Files and folders that a run writes into its folder, and that hold nothing of the user's.
 _FILES = (
     *GROWING,
     "trace.json",
@@ -63,9 +63,10 @@ _FILES = (
     "plugins",
     PLUGINS,
 )
+# All that a run writes. In these further folders there may be files of the user's, too.
 _RUN_FILES = (*_FILES, ROLLOUTS, "weights", "deltas", "best", FOLDER)
 
-# Patterns of all that a run without a complete step may have written.
+# Patterns of all that a run without a complete step may have written, and no user.
 _NUMBER = "[0-9]" * 6
 _START_PATTERNS = (
     *_FILES,
@@ -194,11 +195,7 @@ def _newest_undamaged(folders: list[Path], say: Callable[[str], None]) -> Saved:
 
 def _check_command(saved: Saved, command: str, run_dir: Path) -> None:
     """Raise ConfigError if another command wrote the checkpoint."""
-    written_by = "train"
-    for stage in _STAGES:
-        if stage in saved.parts:
-            written_by = stage
-            break
+    written_by = next((stage for stage in _STAGES if stage in saved.parts), "train")
     if written_by != command:
         advice = f"choose another run.dir; model.path={run_dir} names its model"
         raise ConfigError(f"can't go on from {saved.folder}: it is of {written_by}; {advice}")
@@ -387,14 +384,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._raise_after_errors()
         if self._copied is None:
             return
-        # A metric that was not finite is None, and a checkpoint keeps numbers only.
-        numbers = {name: value for name, value in metrics.items() if value is not None}
-
+        finite = {  # a metric that was not finite may be None, too
+            name: value
+            for name, value in metrics.items()
+            if value is not None and math.isfinite(value)
+        }
         state = {
             "step": step,
             "config": self._config.as_dict(),
             "day": str(DAY),
-            "metrics": {name: value for name, value in numbers.items() if math.isfinite(value)},
+            "metrics": finite,
             "trainer": self._copied,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }

@@ -27,11 +27,10 @@ LARGEST = 1e5  # a larger number of a sample is extreme
 DERIVED = ("advantages", "returns")
 
 # What to do about an extreme number, by its column.
-REMEDIES = {
-    "advantages": "Look for extreme rewards, and at what algorithm.advantage makes of them",
-    "returns": "Look for extreme rewards, and at what algorithm.advantage makes of them",
-    "rollout_logprobs": "The server should not have sent such log-probs: look at its log",
-}
+REMEDIES = dict.fromkeys(
+    DERIVED, "Look for extreme rewards, and at what algorithm.advantage makes of them"
+)
+REMEDIES["rollout_logprobs"] = "The server should not have sent such log-probs: look at its log"
 _NO_ROOM = r"out of memory|allocate memory|ALLOC_FAILED|MemoryError"
 _PASSES = {"forward": "forward pass", "backward": "backward pass"}  # by the engine's methods
 
@@ -45,7 +44,7 @@ class _Extreme(NamedTuple):
     column: str
 
     def priority(self) -> tuple[bool, bool, float]:
-        """Rank extreme numbers first, then those that are not derived, then the largest."""
+        """Order by what is the likelier cause: extreme, then not derived, then larger."""
         return self.size > LARGEST, self.column not in DERIVED, self.size
 
 

@@ -73,8 +73,8 @@ class Policy(nn.Module):
             engine.spread brings those of rank 0.
     """
 
-    scores = False  # whether the model is a classifier of sequences
-    uses_logits = True  # whether it has the head of a language model
+    scores = False  # whether transformers loads the model as a classifier of sequences
+    uses_logits = True  # whether it computes logits of tokens; if not, files may lack their head
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Policy(nn.Module):
         self._forward_pass: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
         )
-        self._choose(kernels, gradient_checkpointing)
+        self._apply_choices(kernels, gradient_checkpointing)
         architecture.set_evaluation_mode(model)
         if config.float32_head:
             compute_in_float32(head_of(model))
@@ -130,7 +130,7 @@ class Policy(nn.Module):
             )
         return empty_model(config.path, **options)
 
-    def _choose(self, kernels: Chosen, gradient_checkpointing: bool | Chosen) -> None:
+    def _apply_choices(self, kernels: Chosen, gradient_checkpointing: bool | Chosen) -> None:
         """Change the model for the chosen kernels and the chosen recomputation of activations."""
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(
@@ -217,11 +217,11 @@ class Policy(nn.Module):
         Three sequences are computed in one row, as in training, and each alone with the model's
         own attention. Both ways must give the same hidden states and logits, but for rounding.
         """
-        logits_kind = self.logits
+        logits_kind = self.logits  # raises TrainerError, too
         check = self._sequences_to_check(device)
         packed_brh = self._hidden(check.row_br, check.segments, check.images)
 
-        # Compute each sequence alone.
+        # Compute each sequence alone, as transformers does.
         self.model.set_attn_implementation(attention_setting(self.model.config, "eager"))
         all_inputs = []
         alone = []
@@ -233,15 +233,13 @@ class Policy(nn.Module):
             alone.append(self.model.base_model(**inputs, use_cache=False)[0])
         expected_brh = torch.cat([alone[0], alone[1], alone[2][:, check.shared :]], dim=1)
 
-        # Compute the logits of the third sequence as the model does, and as the policy does.
-        logits = expected_logits = alone[2]
-        if not self.scores:  # a classifier has logits at the last position only
+        # Compare the logits of the third sequence. A classifier has some at one position only.
+        if not self.scores:
             expected_logits = self.model(**all_inputs[2], use_cache=False).logits
             logits = logits_kind.of(head_of(self.model)(alone[2]).float())
+            if not _are_close(logits, expected_logits):
+                self._refuse("changes its logits after the output head")
         self.model.set_attn_implementation(attention_setting(self.model.config, attention.NAME))
-
-        if not _are_close(logits, expected_logits):
-            self._refuse("changes its logits after the output head")
         if not _are_close(packed_brh, expected_brh):
             self._refuse(
                 "has more in its attention than is computed here, or lets sequences that share a "
@@ -261,6 +259,7 @@ class Policy(nn.Module):
             blank = self.vision.measure_blank(self.model)
             images = [blank]  # it stands behind two tokens
             image_length = blank.length
+        # Any 16 different tokens: 7919 is a prime.
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % num_tokens
         image_bt = ids_bt.new_full((1, image_length), num_tokens)
         shared = 4 + image_length
@@ -293,7 +292,8 @@ class ScalarModel(Policy):
 
     uses_logits = False
 
-    def forward(self, batch: TrainBatch) -> Any:  # a tensor, where a Policy returns a tuple
+    # A critic's column is this tensor, where a Policy returns a tuple of columns.
+    def forward(self, batch: TrainBatch) -> Any:
         """Compute a number for what is read before each token: float32 [1, t], 0 if not trained."""
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
         values_n1: Tensor = head_of(self.model)(hidden_brh[0].index_select(0, batch.row_n))
