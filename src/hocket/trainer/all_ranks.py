@@ -20,7 +20,7 @@ from hocket.errors import TrainerError
 from hocket.trainer.ranks import Ranks
 
 Sink = Callable[[Any], None]
-"""Takes one bucket of tensors on rank 0: [(name, tensor)] of weights, {name: tensor} of a state."""
+"""Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
 
 # Values of `Together.refusal`: why no method can be called now.
 AWAY = "it is off the GPU; call onload() first"

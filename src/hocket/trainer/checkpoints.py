@@ -234,29 +234,33 @@ def make_room(
         dry_run: change no file.
     """
     steps = refuse_taken(run_dir, resume=resume)
-    paths = [run_dir / name for name in _RUN_FILES]
-    present = [path for path in paths if path.exists()]
-
     # A run that ended before its first step has nothing worth keeping.
     if steps == 0 and (run_dir / METRICS).exists():
-        if dry_run:
-            return
-        for pattern in _START_PATTERNS:
-            for path in run_dir.glob(pattern):
-                if path.is_dir():
-                    remove_folder(path)
-                else:
-                    path.unlink()
-    elif present and resume:
-        aside = unused(run_dir / "aside")
-        begins = f"{run_dir} has no complete checkpoint: the run begins again"
-        if dry_run:
-            say(f"{begins}, and what is there is moved to {aside}")
-            return
-        aside.mkdir()
-        for path in present:
-            path.rename(aside / path.name)
-        say(f"{begins}; what was there is in {aside}")
+        if not dry_run:
+            _remove_start(run_dir)
+        return
+    paths = [run_dir / name for name in _RUN_FILES]
+    present = [path for path in paths if path.exists()]
+    if not (present and resume):
+        return
+    aside = unused(run_dir / "aside")
+    begins = f"{run_dir} has no complete checkpoint: the run begins again"
+    if dry_run:
+        say(f"{begins}, and what is there is moved to {aside}")
+        return
+    aside.mkdir()
+    for path in present:
+        path.rename(aside / path.name)
+    say(f"{begins}; what was there is in {aside}")
+
+
+def _remove_start(run_dir: Path) -> None:
+    for pattern in _START_PATTERNS:
+        for path in run_dir.glob(pattern):
+            if path.is_dir():
+                remove_folder(path)
+            else:
+                path.unlink()
 
 
 # Writing

@@ -120,12 +120,8 @@ def policy_metrics(
 ) -> dict[str, float]:
     """Name the totals of the policy's update as metrics, and count its work over all ranks.
 
-    Args:
-        done: the update.
-        batches: this rank's micro-batches.
-        ranks: all ranks must call this together.
-        model: operations of the policy.
-        peak_flops: operations per second of all ranks at their peak.
+    `batches` are this rank's; `model` counts the policy's operations; `peak_flops` is the peak of
+    all ranks together, in operations per second.
     """
     metrics = {}
     for name, total in done.totals.items():
