@@ -301,7 +301,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         config: the settings of the run.
         state: `Trainer.state`.
         parts: the other parts of the run with a state, by their names.
-        last: step of the newest checkpoint, 0 before any.
+        newest: step of the newest checkpoint, 0 before any.
         after: called with the folder of each complete checkpoint.
 
     Attributes:
@@ -314,7 +314,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         state: TrainerState,
         parts: Mapping[str, Resumable],
         *,
-        last: int = 0,
+        newest: int = 0,
         after: Sequence[Callable[[Path], None]] = (),
     ) -> None:
         self._config = config
@@ -322,7 +322,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._root = config.run_dir / FOLDER
         self._state = state
         self._parts = parts
-        self.last = last
+        self.newest = newest
         self.kept = 0
         self.after = after
         self._interrupted = False  # whether Ctrl-C was pressed
@@ -363,7 +363,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return {}
         start = time.perf_counter()
         self._writing.result()  # the checkpoint before must be written
-        self.last = step
+        self.newest = step
         with self._disk_errors():
             for leftover in self._root.glob(".*"):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -375,10 +375,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _is_due(self, step: int, last: bool) -> bool:
         every = self._settings.every_steps
-        if every == 0 or step == self.last:
+        if every == 0 or step == self.newest:
             return False
         # Due once the steps have passed a multiple of `every` since the newest checkpoint.
-        return last or self._interrupted or step // every > self.last // every
+        return last or self._interrupted or step // every > self.newest // every
 
     def complete(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Write a checkpoint, if `copy` took the trainer's state, with metrics and all parts."""
@@ -419,7 +419,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     @property
     def _folder(self) -> Path:
-        return self._root / f"step_{self.last:06d}"
+        return self._root / f"step_{self.newest:06d}"
 
     def _write(self, bucket: Mapping[str, Any]) -> None:
         self._specs |= manifest.specs(bucket.items())
@@ -440,9 +440,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._after_calls.append(self._follower.submit(function, self._folder))
         self._follower.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
 
-    def _tidy(self, newest: Path, kept: str) -> None:
-        """Remove old checkpoints. Those after `newest` don't count: `after` has not seen them."""
-        folders = [folder for folder in complete(self._root) if folder <= newest]
+    def _tidy(self, written: Path, kept: str) -> None:
+        """Remove old checkpoints. Those after `written` don't count: `after` has not seen them."""
+        folders = [folder for folder in complete(self._root) if folder <= written]
         for old in folders[: -self._settings.keep]:
             if old.name == kept:
                 continue
