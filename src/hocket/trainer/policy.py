@@ -267,13 +267,9 @@ class Policy(nn.Module):
         second_bt = ids_bt[:, 8:]
         third_bt = torch.cat([first_bt[:, :shared], ids_bt[:, 8:12]], dim=1)
 
-        # In the row are the prefix and 4 tokens of the first sequence, 8 of the second, and the 4
-        # of the third that follow on the prefix. Its keys are the prefix and these 4.
-        row_br = torch.cat([first_bt, second_bt, third_bt[:, shared:]], dim=1)
-        places = torch.arange(shared + 16)
-        key_places = torch.cat([places[: shared + 12], places[:shared], places[shared + 12 :]])
-        segments = Segments((shared + 4, 8, 4), device, (0, 0, shared), key_places)
-        return ArchitectureCheck((first_bt, second_bt, third_bt), shared, images, row_br, segments)
+        sequences = (first_bt, second_bt, third_bt)
+        row_br, segments = architecture.row_of_three(sequences, shared)
+        return ArchitectureCheck(sequences, shared, images, row_br, segments)
 
     def _refuse(self, problem: str) -> NoReturn:
         raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
