@@ -284,7 +284,7 @@ def fit_micro_batch(
         peak = max(_peak_bytes(learner, size, ranks, longest) for learner in learners)
         fits = int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak))
         fits = ranks.smallest(fits)  # one size for all ranks
-        if size <= fits < WORTH_A_TRY * size:
+        if size <= fits < WORTH_A_TRY * size:  # `size` fits, and no much larger one would
             return size
         if fits < 2:
             break

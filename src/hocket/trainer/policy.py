@@ -138,7 +138,7 @@ class Policy(nn.Module):
             )
         if kernels != choices.EAGER:
             choices.chosen_kernels(kernels).apply(self.model)
-        if gradient_checkpointing:
+        if gradient_checkpointing:  # after the kernels: it may wrap a layer that they replace
             recomputation = choices.chosen_recomputation(gradient_checkpointing)
             recomputation.prepare(self.model)
             self._forward_pass = recomputation.forward_pass
