@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import transformers
@@ -39,16 +39,6 @@ from hocket.trainer.weights import (
 from hocket.types import Image
 
 PREFIX = "model."  # with which the names of a Policy's parameters begin
-
-
-class ArchitectureCheck(NamedTuple):
-    """Three sequences, and the row that has them all; the first and the third share a prefix."""
-
-    sequences: tuple[Tensor, Tensor, Tensor]  # token ids of each, [1, t]
-    shared: int  # length of the prefix
-    images: list[Image]  # the image within the prefix, if the model takes images
-    row_br: Tensor
-    segments: Segments
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -218,20 +208,21 @@ class Policy(nn.Module):
         own attention. Both ways must give the same hidden states and logits, but for rounding.
         """
         logits_kind = self.logits  # raises TrainerError, too
-        check = self._sequences_to_check(device)
-        packed_brh = self._hidden(check.row_br, check.segments, check.images)
+        sequences, shared, images = self._sequences_to_check(device)
+        row_br, segments = architecture.row_of_three(sequences, shared)
+        packed_brh = self._hidden(row_br, segments, images)
 
         # Compute each sequence alone, as transformers does.
         self.model.set_attn_implementation(attention_setting(self.model.config, "eager"))
         all_inputs = []
         alone = []
-        for index, sequence_bt in enumerate(check.sequences):
+        for index, sequence_bt in enumerate(sequences):
             inputs: dict[str, Tensor] = {"input_ids": sequence_bt}
-            if check.images and index != 1:  # the second sequence has no image
-                inputs |= self.vision.alone(self.model, sequence_bt, check.images)
+            if images and index != 1:  # the second sequence has no image
+                inputs |= self.vision.alone(self.model, sequence_bt, images)
             all_inputs.append(inputs)
             alone.append(self.model.base_model(**inputs, use_cache=False)[0])
-        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, check.shared :]], dim=1)
+        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, shared:]], dim=1)
 
         # Compare the logits of the third sequence. A classifier has some at one position only.
         if not self.scores:
@@ -246,10 +237,13 @@ class Policy(nn.Module):
                 "row see each other"
             )
 
-    def _sequences_to_check(self, device: torch.device) -> ArchitectureCheck:
-        """Make three sequences of 8 or 12 tokens, and the row in which they share a prefix.
+    def _sequences_to_check(
+        self, device: torch.device
+    ) -> tuple[Sequence[Tensor], int, Sequence[Image]]:
+        """Make three sequences of 8 tokens, [1, t] each; the third begins with a prefix of the first.
 
-        The prefix is four tokens, and an image among them if the model takes images.
+        The prefix is four tokens, and an image among them if the model takes images. Returns the
+        sequences, the length of the prefix, and its image.
         """
         num_tokens = self.vocab_size
         images: list[Image] = []
@@ -266,10 +260,7 @@ class Policy(nn.Module):
         first_bt = torch.cat([ids_bt[:, :2], image_bt, ids_bt[:, 2:8]], dim=1)
         second_bt = ids_bt[:, 8:]
         third_bt = torch.cat([first_bt[:, :shared], ids_bt[:, 8:12]], dim=1)
-
-        sequences = (first_bt, second_bt, third_bt)
-        row_br, segments = architecture.row_of_three(sequences, shared)
-        return ArchitectureCheck(sequences, shared, images, row_br, segments)
+        return (first_bt, second_bt, third_bt), shared, images
 
     def _refuse(self, problem: str) -> NoReturn:
         raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")

@@ -356,7 +356,13 @@ class Trainer(Together):
         self.untrained = dict.fromkeys(groups, STOPPED)
         metrics_of_updates: list[dict[str, float]] = []
         faults: list[str] = []
-        for places in self._minibatches(groups, number):
+        minibatches = batching.minibatches(
+            groups,
+            epochs=self._objective.epochs,
+            count=self._objective.minibatches,
+            seed=seed_of(self._config.trainer.seed, "minibatches", number),
+        )
+        for places in minibatches:
             part = [samples[place] for place in places]
             updates, update_metrics = self._update(self._divide(part), max_gap)
             max_gap = math.inf  # later updates compare weights that the servers never had
@@ -377,15 +383,6 @@ class Trainer(Together):
             self._skipped_in_row = 0
         # Else float16's loss scale was too high, which neither counts nor ends the count.
         return step_metrics
-
-    def _minibatches(self, groups: Sequence[int], number: int) -> list[list[int]]:
-        """Draw the mini-batches of a step: the places of the samples of each update."""
-        return batching.minibatches(
-            groups,
-            epochs=self._objective.epochs,
-            count=self._objective.minibatches,
-            seed=seed_of(self._config.trainer.seed, "minibatches", number),
-        )
 
     def _note_untrained(self, samples: Sequence[TrainSample], done: Update) -> None:
         """Note which groups of samples the policy's update has trained, or why it has not."""
