@@ -234,7 +234,7 @@ async def _train(run: "Run") -> dict[str, Any]:
             summary = await run.train()
             step = run.folder.last_step
             # Where on_step has ended the run, its last step may have no checkpoint yet.
-            if step > run.checkpoints.last:
+            if step > run.checkpoints.newest:
                 async with run.publisher.training(publishes=False):
                     await tasks.run_in_thread(run.checkpoints.copy, step, last=True)
                 run.checkpoints.complete(step, run.folder.history[-1])
@@ -353,7 +353,7 @@ def _checkpoints(
     if saved:
         saved.restore(states)
         last = saved.step
-    return parts.stack.enter_context(Checkpoints(parts.config, trainer.state, states, last=last))
+    return parts.stack.enter_context(Checkpoints(parts.config, trainer.state, states, newest=last))
 
 
 def _shape(config: Config) -> "Callable[[Group], ScoredGroup]":

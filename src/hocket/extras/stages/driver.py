@@ -231,7 +231,7 @@ def _train(task: _Task, saved: Saved | None) -> None:
             from hocket.extras.copy_to import copying
 
             copies = copying(config, console.say)
-        with Checkpoints(config, trainer.state, parts, last=last, after=copies) as written:
+        with Checkpoints(config, trainer.state, parts, newest=last, after=copies) as written:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
                 metrics = trainer.step(
