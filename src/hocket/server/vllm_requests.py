@@ -19,6 +19,28 @@ CUT_TAG = re.compile(r"</?[\w|]*\Z")
 SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
 """Parameters that have one name here and in vLLM."""
 
+CONSTRAINTS = (
+    "allowed_token_ids",
+    "bad_words",
+    "logit_bias",
+    "logprob_token_ids",
+    "min_tokens",
+    "repetition_detection",
+    "structured_outputs",
+    "thinking_token_budget",
+)
+"""Parameters that sample from another distribution than the policy's, or stop it early."""
+AGENT_PARAMS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "output_kind",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stream_interval",
+)
+"""Sampling parameters that an agent may set itself."""
+
 
 def sampling_params(sampling: SamplingParams, seed: int | None, begun: int = 0) -> Any:
     """Make vLLM's parameters for one completion, whose output comes at the end.
@@ -42,29 +64,6 @@ def sampling_params(sampling: SamplingParams, seed: int | None, begun: int = 0) 
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={BEGUN: begun},
     )
-
-
-CONSTRAINTS = (
-    "allowed_token_ids",
-    "bad_words",
-    "logit_bias",
-    "logprob_token_ids",
-    "min_tokens",
-    "repetition_detection",
-    "structured_outputs",
-    "thinking_token_budget",
-)
-"""Parameters that sample from another distribution than the policy's, or stop it early."""
-AGENT_PARAMS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "output_kind",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "stream_interval",
-)
-"""Sampling parameters that an agent may set itself."""
 
 
 def refuse_constraints(params: Any) -> None:
@@ -97,7 +96,10 @@ def version_spans(output: Any) -> tuple[VersionSpan, ...]:
 
 
 def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
-    """Make vLLM's prompt, in the thread in which vLLM's routes make theirs. Raises vLLM's errors."""
+    """Make vLLM's prompt with images. Raises vLLM's errors.
+
+    It is made in the only thread in which vLLM's routes make theirs: the processor is theirs, too.
+    """
     renderer = llm.renderer
     made = renderer._mm_executor.submit(
         renderer._process_multimodal, token_ids, {"image": images}, None, None
@@ -137,7 +139,7 @@ async def abort(llm: Any, request_ids: Sequence[str]) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if request_ids:
-        # A dead engine has ended them. An abort that is cancelled halfway would let some run for ever.
+        # A dead engine has ended them. A cancelled abort would let some of them run for ever.
         with contextlib.suppress(EngineDeadError):
             await asyncio.shield(llm.abort(request_ids))
 
@@ -170,15 +172,17 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     def find(token_ids: Sequence[int]) -> list[ToolCall]:
         text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
         # A call is complete even if the tag that closes it was cut off.
-        calls = parse(text) or parse(CUT_TAG.sub("", text))
-        return [
-            ToolCall(
-                name=encodable(call.function.name),
-                arguments=encodable(call.function.arguments),
-                # vLLM's own id is random, and would end up among the tokens that the model sees.
-                id="" if call.id.startswith("chatcmpl-tool-") else encodable(call.id),
-            )
-            for call in calls
-        ]
+        return list(map(_tool_call, parse(text) or parse(CUT_TAG.sub("", text))))
 
     return find
+
+
+def _tool_call(call: Any) -> ToolCall:
+    """Turn a call of vLLM's into one of hocket's."""
+    # vLLM's own id is random, and would end up among the tokens that the model sees.
+    is_random = call.id.startswith("chatcmpl-tool-")
+    return ToolCall(
+        name=encodable(call.function.name),
+        arguments=encodable(call.function.arguments),
+        id="" if is_random else encodable(call.id),
+    )
