@@ -178,7 +178,8 @@ class Engine:
 
     def note_weights_dropped(self) -> None:
         """Note that the weights were thrown away, as the engine fell asleep."""
-        self._condition.drop_weights()
+        self._condition.held = None
+        self._condition.is_base_replaced = True
 
     def note_awake(self) -> None:
         """Generate again, unless the engine is broken, too."""

@@ -81,11 +81,6 @@ class Condition:
         if state in FAILED:
             self.held = None
 
-    def drop_weights(self) -> None:
-        """Note that the weights were thrown away, as the engine fell asleep."""
-        self.held = None
-        self.is_base_replaced = True
-
     def hold(self, held: Held) -> None:
         """Note that a version was loaded."""
         self.held = held
