@@ -343,11 +343,11 @@ def test_what_ends_the_engine_s_process_is_kept_for_the_server(
 def test_vllm_s_gauges_are_read_over_all_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
-    assert vllm_api.load_gauges() == {}
+    assert vllm_api.load() == {}
     waiting = Gauge("vllm:num_requests_waiting", "", ["engine"], registry=registry)
     use = Gauge("vllm:kv_cache_usage_perc", "", ["engine"], registry=registry)
     for engine, value in (("0", 0.25), ("1", 0.5)):
         waiting.labels(engine).set(8 * value)
         use.labels(engine).set(value)
-    assert vllm_api.load_gauges() == {"waiting": 6, "kv_use": 0.5}
-    assert fakes.health(**vllm_api.load_gauges()).waiting == 6
+    assert vllm_api.load() == {"waiting": 6, "kv_use": 0.5}
+    assert fakes.health(**vllm_api.load()).waiting == 6

@@ -38,10 +38,10 @@ def assemble(
         install(server)
 
     # All refusals have one form.
-    app.add_exception_handler(ApiError, http_error)
+    app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, http_error)
-    # A package of vLLM's has built the middleware already, without these handlers: drop it, and the
-    # first request builds it again.
+    # vLLM has built the middleware already, without our handlers. Without it, the first request
+    # builds it again.
     app.middleware_stack = None
     return guard
 
@@ -128,3 +128,8 @@ async def _answer_lines(engine: Engine, jobs: Sequence[Job], *, packed: bool) ->
         error = failure.body
     end = protocol.StreamEnd(version=engine.version, model=engine.model, error=error)
     yield end.model_dump_json(ensure_ascii=True) + "\n"
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()

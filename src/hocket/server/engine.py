@@ -220,7 +220,7 @@ class Engine:
             device=str(vllm.device_config.device_type),
             workers=self.num_workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks) * int(vllm.cache_config.block_size),
-            **vllm_api.load_gauges(),
+            **vllm_api.load(),  # vLLM's gauges of its load
             error=self._condition.failure,
         )
 

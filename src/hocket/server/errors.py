@@ -111,9 +111,7 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Answer an ApiError, or an HTTPException of FastAPI or vLLM, in hocket's form."""
-    if isinstance(error, ApiError):
-        return error.response()
+    """Answer an HTTPException of FastAPI or vLLM in hocket's form."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     hint = "the routes are listed at /docs"

@@ -257,7 +257,7 @@ async def _serve(
     server = http_server(guard, args.host)
     # uvicorn must not handle signals: our handlers end the engine, too.
     server.capture_signals = contextlib.nullcontext  # type: ignore
-    app.state.server = server  # the handlers of vLLM's errors expect it
+    app.state.server = server
 
     # Generate once, then let clients in.
     await engine.start()

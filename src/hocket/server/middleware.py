@@ -34,7 +34,7 @@ class Guard:
     """An app in front of the app, which refuses requests before any route sees them.
 
     Without a token, the guard refuses pages of other sites. With a token, every request must bring
-    the token or a key of its path, except GET of the path `free`.
+    the token or a key of its path, except GET of `free`.
 
     It reads each body before the route does, within MAX_BODY_BYTES and BODY_TIMEOUT_S. It does not
     read the bodies of `free` and of PUT: those of PUT are files, which their routes limit.

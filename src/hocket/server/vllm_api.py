@@ -316,7 +316,7 @@ def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: An
     return app
 
 
-def load_gauges() -> dict[str, Any]:
+def load() -> dict[str, Any]:
     """Read vLLM's gauges of its load, as the fields `waiting` and `kv_use` of Health.
 
     Returns {} before there are any.
