@@ -72,7 +72,7 @@ def _routes(engine: Engine) -> APIRouter:
         if message.stream:
             lines = _answer_lines(engine, jobs, packed=message.packed)
             return StreamingResponse(lines, media_type="application/x-ndjson")
-        return await unless_client_leaves(request, _whole_answer(engine, message, jobs))
+        return await unless_client_leaves(request, _all(engine, message, jobs))
 
     routes.add_api_route(
         "/generate",
@@ -86,7 +86,7 @@ def _routes(engine: Engine) -> APIRouter:
     return routes
 
 
-async def _whole_answer(
+async def _all(
     engine: Engine,
     message: protocol.GenerateRequest,
     jobs: Sequence[Job],
