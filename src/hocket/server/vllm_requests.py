@@ -18,7 +18,6 @@ CUT_TAG = re.compile(r"</?[\w|]*\Z")
 """The beginning of a tag at the end of a text."""
 SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
 """Parameters that have one name here and in vLLM."""
-
 CONSTRAINTS = (
     "allowed_token_ids",
     "bad_words",
@@ -83,8 +82,8 @@ def call_params(params: Any, sampling: SamplingParams) -> Any:
     return VllmParams(
         **from_agent,
         **sampling.model_dump(include=SHARED),
-        stop=[*params.stop, *sampling.stop],
-        stop_token_ids=[*params.stop_token_ids, *sampling.stop_token_ids],
+        stop=list(params.stop) + list(sampling.stop),
+        stop_token_ids=list(params.stop_token_ids) + list(sampling.stop_token_ids),
         seed=sampling.seed,
         logprobs=max(params.logprobs or 0, 0),
     )
@@ -129,9 +128,8 @@ async def complete(
         outputs = [output async for output in llm.generate(prompt, params, request_id)]
         return outputs[-1].outputs[0]
     except VLLMClientError as error:
-        raise ApiError(
-            422, "refused_by_engine", str(error), "change the request as the message says"
-        ) from error
+        hint = "change the request as the message says"
+        raise ApiError(422, "refused_by_engine", str(error), hint) from error
 
 
 async def abort(llm: Any, request_ids: Sequence[str]) -> None:
@@ -156,9 +154,8 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     except (KeyError, ImportError, RuntimeError, ValueError) as error:
         parsers = ", ".join(ToolParserManager.list_registered())
         message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
-        raise invalid(
-            message, f"vLLM has the parsers {parsers}; each tool is as in OpenAI's API"
-        ) from error
+        hint = f"vLLM has the parsers {parsers}; each tool is as in OpenAI's API"
+        raise invalid(message, hint) from error
     request = parser.adjust_request(request)
 
     def parse(text: str) -> Any:
