@@ -69,25 +69,33 @@ class WorkerExtension(GroupReceiver):
                 "only trained weights are to come, and this server holds no version in full"
             )
         self.hocket_kept = self.hocket_held if partial else {}
-
-        specs = dict(self.hocket_kept)
-        different = list[str]()
         with _ahead(parts, give_up) as parts_ahead:
-            weights = _tensors(parts_ahead, specs)  # whoever reads them fills in the specs
-            if compare:
-                compare_with = vllm_weights.COMPARISONS.get("bitwise")
-                different = compare_with(self, weights, adapter)
-            else:
-                self.hocket_held = {}  # a load that breaks off leaves no version in full
-                vllm_weights.load(self, weights, adapter)
-                self.hocket_held = specs
-
-        loaded_checksum = manifest.total_checksum(specs)
-        if checksum not in ("", loaded_checksum):
+            answer = self._hocket_load(parts_ahead, adapter, compare)
+        if checksum not in ("", answer["checksum"]):
             raise RuntimeError(
                 "the tensors that reached the model are not those that were published"
             )
-        return {"checksum": loaded_checksum, "num_tensors": len(specs), "different": different}
+        return answer
+
+    def _hocket_load(
+        self, parts: Iterator[BucketPart], adapter: AdapterConfig | None, compare: bool
+    ) -> dict[str, Any]:
+        """Load tensors, or compare the model with them; describe those that the model then has."""
+        specs = dict(self.hocket_kept)
+        weights = _tensors(parts, specs)  # whoever reads them fills in the specs
+        different = list[str]()
+        if compare:
+            compare_with = vllm_weights.COMPARISONS.get("bitwise")
+            different = compare_with(self, weights, adapter)
+        else:
+            self.hocket_held = {}  # a load that breaks off leaves no version in full
+            vllm_weights.load(self, weights, adapter)
+            self.hocket_held = specs
+        return {
+            "checksum": manifest.total_checksum(specs),
+            "num_tensors": len(specs),
+            "different": different,
+        }
 
 
 @contextmanager
