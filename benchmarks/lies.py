@@ -25,7 +25,8 @@ from tests import lies
 from tests.lies import Outcome
 
 from hocket.common import environment
-from hocket.observe.metrics import SUSPICIOUS, alarms
+from hocket.extras.checks.sampling import SUSPICIOUS
+from hocket.observe.metrics import alarms
 
 DTYPES, KINDS, RATES = ("float32", "bfloat16"), ("full", "lora"), ("2e-4", "1e-6")
 SETTINGS = (

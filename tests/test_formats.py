@@ -18,8 +18,8 @@ from hocket.observe.rows import (
     read_rollouts,
     read_summary,
     row_of,
+    scan_lines,
     scan_rollouts,
-    scan_trained,
 )
 from hocket.observe.run_folder import RunFolder, kept_plugins
 from hocket.types import Group, Image, Prompt, Rollout, Score, TurnReward
@@ -51,7 +51,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "rollouts/step_000001.jsonl": read_rollouts,
     "rollouts/step_000002.jsonl": lambda path: [*scan_rollouts(path)],
     "rollouts/step_000003.jsonl": lambda path: groups_of(path.read_text().splitlines(), path),
-    "trained/step_000001.jsonl": lambda path: [*scan_trained(path)],
+    "trained/step_000001.jsonl": lambda path: [*scan_lines(path)],
     "summary.json": lambda path: read_summary(path.parent),
     "plugins.json": lambda path: kept_plugins(path.parent),
 }

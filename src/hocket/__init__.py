@@ -77,8 +77,8 @@ EXTRA_COMMANDS = {  # name → (the module that registers it, what it does)
         "report on this machine: packages, GPUs, memory, disk",
     ),
 }
-# An extra whose files were deleted has no line in the help.
 _SOURCE = Path(__file__).parents[1]
+# An extra whose file was deleted has no line in the help.
 for _name, (_module, _description) in EXTRA_COMMANDS.items():
     if Path(_SOURCE, f"{_module.replace('.', '/')}.py").is_file():
         COMMANDS[_name] = _description
@@ -121,7 +121,7 @@ def train(
         raise ConfigError("rewards takes {name: function}, e.g. {'mine': f}")
     # The functions are registered under their names, as if a plugin had them, until the run ends.
     named = {"rewards.functions": dict.fromkeys(rewards, 1.0)} if rewards else {}
-    loaded = _loaded(config, named, overrides)
+    loaded = _loaded(config, named, overrides or {})
     with ExitStack() as stack:
         stack.callback(_free)
         for name, function in (rewards or {}).items():
@@ -130,13 +130,11 @@ def train(
         commands.train(loaded, serve=True, on_step=on_step)
     folder = loaded.run_dir
     versions = numbered(folder / "weights", "v*")
-    newest = list(versions.values())[-1]
-    return {
-        **read_summary(folder),
-        "run_dir": folder,
-        "model": newest,
-        "history": read_metrics(folder),
-    }
+    result = dict[str, Any](read_summary(folder))
+    result["run_dir"] = folder
+    result["model"] = list(versions.values())[-1]
+    result["history"] = read_metrics(folder)
+    return result
 
 
 def sft(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -170,7 +168,7 @@ def _run_stage(
         driver = importlib.import_module("hocket.extras.stages.driver")
     except ModuleNotFoundError as error:
         raise ConfigError(f"hocket.{command} needs {error.name}, which is not there") from error
-    loaded = _loaded(config, {}, overrides)
+    loaded = _loaded(config, overrides or {})
     try:
         driver.run(loaded, command)
     finally:
@@ -179,10 +177,8 @@ def _run_stage(
     return {"run_dir": folder, "model": folder / "model", "history": read_metrics(folder)}
 
 
-def _loaded(
-    config: "Settings", defaults: Mapping[str, Any], overrides: Mapping[str, Any] | None
-) -> "Config":
-    """Read a config, with `defaults` over its values and `overrides` over both."""
+def _loaded(config: "Settings", *overrides: Mapping[str, Any]) -> "Config":
+    """Read a config. Each of `overrides` replaces values of the config and of those before it."""
     from hocket.config import Config, load
 
     file: str | Path | None = None
@@ -193,8 +189,8 @@ def _loaded(
         values.update(config)
     else:
         file = config
-    values.update(defaults)
-    values.update(overrides or {})
+    for override in overrides:
+        values.update(override)
     return load(file, values)
 
 

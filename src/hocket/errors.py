@@ -77,7 +77,7 @@ class ErrorOutcome(enum.Enum):
     LOST = "lost"  # ask another server; this one gets no work until a look finds it well
 
 
-OUTCOMES = {  # by the code of a ServerError
+OUTCOMES = {
     "not_finite": ErrorOutcome.REFUSED,  # other servers have the same weights
     "generation_failed": ErrorOutcome.REFUSED,
     "too_many_sessions": ErrorOutcome.REFUSED,
@@ -95,7 +95,7 @@ OUTCOMES = {  # by the code of a ServerError
     "not_resumed": ErrorOutcome.LOST,
     "sleep_failed": ErrorOutcome.LOST,
 }
-"""Outcomes of errors whose HTTP status does not decide: else 5xx is LOST, all others REFUSED."""
+"""Code of a ServerError -> its outcome. All others go by the HTTP status: 5xx is LOST."""
 
 
 class ServerError(HocketError):

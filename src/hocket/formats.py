@@ -15,15 +15,15 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, final
 from hocket.types import FinishReason, Message, TurnReward
 
 FORMAT = 1
-"""Version of these formats. A row without the key `format` is of before there was one, and is read as version 1.
+"""Version of these formats. A row without the key `format` is older than this key, and read as version 1.
 
-Raise it where a reader of before would misread a new file; a key that may be absent needs no new version.
+Raise it where an older reader would misread a new file; a key that may be absent needs no new version.
 """
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 TIMELINE = "timeline.jsonl"
-GROWING = (METRICS, LEDGER, TIMELINE)  # of a run, line by line
+GROWING = (METRICS, LEDGER, TIMELINE)  # files to which a run appends lines
 ROLLOUTS = "rollouts"  # folder: step_000001.jsonl, eval_000000.jsonl
 TRAINED = "trained"  # folder of what training made of the rollouts
 SUMMARY = "summary.json"

@@ -51,7 +51,7 @@ def die_with_launcher() -> bool:
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return False
-    # Both signals interrupt: a shell has its background jobs ignore SIGINT.
+    # `run_ranks` passes a Ctrl-C on as SIGUSR1. A shell has its background jobs ignore SIGINT.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler)
     die_with_parent(int(parent), signal.SIGTERM)
@@ -74,6 +74,8 @@ class Child(subprocess.Popen[bytes]):
         variables = dict(os.environ)
         variables.update(env)
         variables[PARENT_VARIABLE] = str(os.getpid())
+        arguments = [sys.executable, "-P"]  # -P: no file of the current folder is a module
+        arguments += command
         with contextlib.ExitStack() as stack:
             output = None
             if log is not None:
@@ -81,7 +83,7 @@ class Child(subprocess.Popen[bytes]):
                 output = stack.enter_context(log.open("ab"))
                 self.begin = output.tell()  # another launch may have written to it before
             super().__init__(
-                [sys.executable, "-P", *command],  # -P: no file of the current folder is a module
+                arguments,
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -127,14 +129,6 @@ class Placement(NamedTuple):
     apart: bool  # no GPU has both a server and a rank
 
 
-class _Server(NamedTuple):
-    """A server to start."""
-
-    log: Path
-    command: list[str]
-    env: dict[str, str]
-
-
 def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -> int:
     """Print what runs where, run it until the ranks end, and return their exit status.
 
@@ -153,22 +147,23 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     ports, claims = free_ports(config.server.host, config.server.port, len(plan.servers))
     serve, train = _commands(config, arguments, plan, ports)
     print(f"run folder {config.run_dir}, logs in {logs}")
-    port = config.server.port
-    if port not in ports:
-        print(f"port {port} is in use by {holder(port)}; {ports[0]} is free")
-    starts = []
+    first_port = config.server.port
+    if first_port not in ports:
+        print(f"port {first_port} is in use by {holder(first_port)}; {ports[0]} is free")
+    starts = []  # the log, command and variables of each server
     for number, (port, server_gpus) in enumerate(zip(ports, plan.servers, strict=True)):
         name = f"server_{number}" if len(ports) > 1 else "server"
         print(f"{name}: {config.url_at(port)} on {_where(server_gpus)}")
-        command = [*serve, f"server.port={port}"]
-        starts.append(_Server(logs / f"{name}.log", command, variables(server_gpus)))
+        command = serve.copy()
+        command.append(f"server.port={port}")
+        starts.append((logs / f"{name}.log", command, variables(server_gpus)))
     plural = "s" if plan.num_ranks > 1 else ""
     print(f"trainer: {plan.num_ranks} rank{plural} on {_where(plan.ranks)}", flush=True)
     if dry_run:
         claims.close()
         print("by hand:")
-        for server in starts:
-            print(_typed(server.command, server.env))
+        for _, command, env in starts:
+            print(_typed(command, env))
         print(_typed(train, variables(plan.ranks), plan.num_ranks))
         return 0
 
@@ -181,7 +176,8 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
             pages.append(page_of(config.run_dir, config.observe, config.token))
         for log, command, env in starts:
             servers.append(Child(command, env=env, log=log))
-        check = functools.partial(refuse_all_dead, list(servers))
+        # It removes ended servers from its list. That of `stop` keeps all: they may have children.
+        check = functools.partial(refuse_all_dead, servers.copy())
         return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
     finally:
         stop(servers + pages)
@@ -191,7 +187,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
 def _commands(
     config: Config, arguments: Sequence[str], plan: Placement, ports: Sequence[int]
 ) -> tuple[list[str], list[str]]:
-    """Make the commands of all servers, which lack their port, and of all ranks."""
+    """Make the command of all servers, which lacks the port of each, and that of all ranks."""
     arguments = list(arguments)
     # The files of the run record what was decided here.
     arguments.append(f"launch.servers={len(ports)}")
@@ -202,8 +198,10 @@ def _commands(
     for port in ports:
         url = config.url_at(port)
         urls.append(f"'{url}'" if "[" in url else url)  # quoted: in YAML's lists [] has a meaning
-    serve = ["-m", "hocket", "serve", *arguments]
-    train = ["-m", "hocket", "train", *arguments]
+    serve = ["-m", "hocket", "serve"]
+    serve += arguments
+    train = ["-m", "hocket", "train"]
+    train += arguments
     train += ["server.discover=null", f"server.urls=[{','.join(urls)}]"]
     if config.observe.page:  # `launch` starts the page itself
         train.append("observe.page=false")
@@ -257,20 +255,23 @@ def place(settings: LaunchConfig, size: int, gpus: Sequence[str]) -> Placement:
     apart = len(gpus) > 1 and not settings.share_gpu
     rank_gpus = gpus
     if apart:
-        kept_for_ranks = settings.trainers or len(gpus) - len(gpus) // 2
-        num_servers = settings.servers or max(1, (len(gpus) - kept_for_ranks) // size)
+        if settings.servers is None:
+            # The ranks get as many as launch.trainers says, or the larger half.
+            num_rank_gpus = settings.trainers or len(gpus) - len(gpus) // 2
+            num_servers = max(1, (len(gpus) - num_rank_gpus) // size)
         rank_gpus = gpus[num_servers * size :]
-        num_ranks = settings.trainers or max(1, len(rank_gpus))
+        if settings.trainers is None:
+            num_ranks = max(1, len(rank_gpus))
     server_gpus = gpus[: num_servers * size]
-    for setting, number, each, available in (
-        ("launch.servers", num_servers, size, server_gpus),
-        ("launch.trainers", num_ranks, 1, rank_gpus),
+    for setting, number, needed, available in (
+        ("launch.servers", num_servers, num_servers * size, len(server_gpus)),
+        ("launch.trainers", num_ranks, num_ranks, len(rank_gpus)),
     ):
-        if number * each > len(available):
+        if needed > available:
             raise ConfigError(
-                f"{setting}={number} needs {number * each} GPUs, and of {len(gpus)} in all it has "
-                f"{len(available)}: take more, or lower it, server.tensor_parallel_size, or the "
-                "number of the other side"
+                f"{setting}={number} needs {needed} GPUs, and of {len(gpus)} in all it has "
+                f"{available}: take more, or lower it, server.tensor_parallel_size, or the number "
+                "of the other side"
             )
     servers = [",".join(gpus[i : i + size]) for i in range(0, num_servers * size, size)]
     return Placement(servers, ",".join(rank_gpus[:num_ranks]), num_ranks, apart)
@@ -294,20 +295,16 @@ def visible_gpus() -> list[str]:
 
 def refuse_missing(gpus: Sequence[str]) -> None:
     """Raise ConfigError for a name that is no GPU's, or is that of a GPU which does not exist."""
-    problem = ""
+    shown = environment.nvidia_smi("index")  # empty where a container lacks the program
     unknown = [gpu for gpu in gpus if not re.match(r"\d+$|GPU-|MIG-", gpu)]
+    missing = sorted({gpu for gpu in gpus if gpu.isdecimal() and gpu not in shown})
     if unknown:
         problem = f"{unknown[0]!r}, which is no GPU's number or UUID"
+    elif shown and missing:
+        problem = f"GPU {','.join(missing)}, which nvidia-smi does not show"
     else:
-        shown = environment.nvidia_smi("index")  # empty where a container lacks the program
-        numbers = {gpu for gpu in gpus if gpu.isdecimal()}
-        missing = sorted(numbers.difference(shown))
-        if shown and missing:
-            problem = f"GPU {','.join(missing)}, which nvidia-smi does not show"
-    if problem:
-        raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES names {problem}: correct it, or set HOCKET_DEVICE=cpu"
-        )
+        return
+    raise ConfigError(f"CUDA_VISIBLE_DEVICES names {problem}: correct it, or set HOCKET_DEVICE=cpu")
 
 
 def run_ranks(
@@ -336,6 +333,7 @@ def run_ranks(
             rank_env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             log = logs / f"rank_{rank}.log" if rank else None
             ranks.append(Child(command, env=rank_env, log=log))
+        # At the first Ctrl-C rank 0 writes a checkpoint; the next one interrupts this process.
         with first(signal.SIGINT, functools.partial(ranks[0].send_signal, signal.SIGUSR1)):
             return _wait_for(ranks, check)
     finally:
@@ -347,16 +345,16 @@ def run_ranks(
 def _wait_for(ranks: Sequence[Child], check: Callable[[], None]) -> int:
     """Wait until all ranks have ended well, or one has failed. Returns the exit status."""
     while True:
-        statuses = [child.poll() for child in ranks]
-        for number, child in enumerate(ranks):
-            if child.returncode == -signal.SIGUSR1:  # Ctrl-C before this rank could handle it
+        statuses = [child.poll() for child in ranks]  # None while a rank runs
+        for number, status in enumerate(statuses):
+            if status == -signal.SIGUSR1:  # Ctrl-C before this rank could handle it
                 raise KeyboardInterrupt
-            if child.returncode:
-                if child.log is not None:  # a rank without a log has printed its error here
-                    print(child.last_words(f"rank {number}"), file=sys.stderr)
-                if child.returncode < 0:
-                    return 128 - child.returncode  # a signal's number, as a shell has it
-                return child.returncode
+            if status:
+                if number > 0:  # rank 0 has printed its error here
+                    print(ranks[number].last_words(f"rank {number}"), file=sys.stderr)
+                if status < 0:
+                    return 128 - status  # a signal's number, as a shell has it
+                return status
         if None not in statuses:
             return 0
         check()
@@ -382,15 +380,17 @@ def variables(gpus: str) -> dict[str, str]:
 
 def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
     """Write a command as one types it in a shell."""
-    arguments = list(command)
-    if Path(sys.argv[0]).name == "run.py":  # it finds hocket where `-m hocket` may not
-        arguments[:2] = [sys.argv[0]]
+    arguments = [sys.executable]
     if num_ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
-        torchrun.append(f"--nproc-per-node={num_ranks}")
-        arguments = torchrun + arguments
+        arguments += ["-m", "torch.distributed.run", "--standalone"]
+        arguments.append(f"--nproc-per-node={num_ranks}")
+    if Path(sys.argv[0]).name == "run.py":  # it finds hocket where `-m hocket` may not
+        arguments.append(sys.argv[0])
+        arguments += command[2:]
+    else:
+        arguments += command
     words = [f"{name}={value}" for name, value in env.items()]
-    words.append(shlex.join([sys.executable, *arguments]))
+    words.append(shlex.join(arguments))
     return " ".join(words)
 
 
@@ -451,21 +451,22 @@ def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
     settings = [
         word for word in arguments if not word.startswith(("run.dir=", "checkpoint.resume="))
     ]
-    *_, model = numbered(run_dir / "weights", "v*").values()
-    use_settings = list(settings)
+    model = list(numbered(run_dir / "weights", "v*").values())[-1]
+    trained = [f"model.path={model}"]
     merge = ""
     if kind_of(model) == "adapter":
         merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
-        use_settings += [f"model.path={run_dir / 'model'}", "model.lora=null"]
-    else:
-        use_settings.append(f"model.path={model}")
-    again = shlex.join([*settings, f"run.dir={unused(run_dir)}"])
-    use = shlex.join(use_settings)
+        trained = [f"model.path={run_dir / 'model'}", "model.lora=null"]
+
+    def with_settings(*more: str) -> str:
+        return shlex.join(settings + list(more))
+
+    again = with_settings(f"run.dir={unused(run_dir)}")
     return f"""
 The same in two terminals:     {run} serve {again}
                                {run} train {again}
-{merge}Use the trained policy:        {run} serve {use}
-                               {run} generate {shlex.join([*settings, "-p", _prompt_of(run_dir)])}
+{merge}Use the trained policy:        {run} serve {with_settings(*trained)}
+                               {run} generate {with_settings("-p", _prompt_of(run_dir))}
 """
 
 

@@ -21,11 +21,12 @@ from hocket.algorithm.samples import (
 from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import Config
-from hocket.data.stream import EXHAUSTED, PromptStream
+from hocket.data.mixture import Stream
+from hocket.data.stream import EXHAUSTED
 from hocket.observe.console import Console
 from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
-from hocket.rewards.scorer import RewardScorer, refuse_failing
+from hocket.rewards.scorer import Scorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Batches, BatchSource
@@ -42,12 +43,12 @@ class Run:
 
     config: Config
     servers: ServerPool
-    stream: PromptStream  # draws prompts, and records the outcome of each
+    stream: Stream  # draws prompts, and records the outcome of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
-    scorer: RewardScorer
+    scorer: Scorer
     # Prepares a group's rewards for training; `reason` says why it has no signal, else None.
     shape: Callable[[Group], ScoredGroup]
-    batches: Batches
+    batches: Batches  # opens the pipeline, which gathers batches ahead of training, or a replay
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
     publisher: Publisher
@@ -64,7 +65,7 @@ class Run:
         """
         # A server is up once it holds the trainer's weights, so a broken sync fails here.
         await self.servers.wait_up()
-        if not self.folder.history:
+        if not self.folder.history:  # a new run: step 0 is the evaluation before training
             self.record(0, await self.evaluate(0))
         async with self.batches(self.new_batch) as batches:
             for step in range(self.folder.last_step + 1, self.config.trainer.steps + 1):
@@ -83,25 +84,26 @@ class Run:
             # Write the rollouts before anything that follows can fail.
             await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)
             refuse_failing(batch.groups, self.config.rewards.max_error_rate)
-            shaped = [self.shape(group) for group in batch.groups]
+            groups = [self.shape(group) for group in batch.groups]
             # An empty batch means that no prompts are left.
-            last = step == self.config.trainer.steps or not shaped
-            metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
+            last = step == self.config.trainer.steps or not groups
+            metrics |= batch.metrics | await self.train_and_publish(step, groups, last=last)
 
             interval = self.config.eval.every_steps
-            if last or (interval and step % interval == 0):
+            evaluates = last or (interval > 0 and step % interval == 0)
+            if evaluates:
                 # The next batch begins as soon as the servers have generated the evaluation.
                 metrics |= await self.evaluate(step, lambda: batches.begin_early(step + 1))
         metrics |= step_metrics(metrics)
 
-        # Every part is asked, as each may count the steps.
+        # Every part is asked, as each may count the steps. A run ends with an evaluation.
         ends = False
         for part in self.parts:
             ends |= part.ends(step, metrics)
-        if ends and "time/eval" not in metrics:
+        if ends and not evaluates:
             metrics |= await self.evaluate(step)
         self.record(step, metrics)
-        if not shaped:
+        if not groups:
             self.console.say(EXHAUSTED)
         return ends or last
 
@@ -118,7 +120,10 @@ class Run:
     async def train_policy(
         self, step: int, groups: Sequence[ScoredGroup], max_gap: float
     ) -> Metrics:
-        """Update the policy on groups with a signal. Nothing else changes the trainer's weights."""
+        """Update the policy on groups with a signal. Nothing else changes the trainer's weights.
+
+        `max_gap` is the largest train/logprob_gap with which they may be trained.
+        """
         metrics: Metrics = {}
         self.console.progress(step, "training")
         sequences: list[TokenSequence] = []
@@ -137,35 +142,36 @@ class Run:
 
         # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times
         #                   algorithm/losses.py, trainer/step.py
-        keep = self.folder.skipped(step)
+        keep = self.folder.skipped(step)  # file of the samples, if an update is not finite
         trained = await run_in_thread(
             self.trainer.step, samples, number=step, keep=keep, max_gap=max_gap
         )
         return metrics | shaping | trained
 
     async def train_and_publish(
-        self, step: int, shaped: Sequence[ScoredGroup], *, last: bool
+        self, step: int, scored_groups: Sequence[ScoredGroup], *, last: bool
     ) -> Metrics:
         """Train on the groups with a signal, and publish the new weights if there are any.
 
         Every prompt of the batch gets its outcome: the stream may then draw others.
         """
-        groups = [group for group in shaped if group.reason is None]
-        metrics = signal_metrics(shaped, self.stream.uses_pass_rates)
-        publishes = bool(groups) and self.trainer.policy_learns
+        trainable = [group for group in scored_groups if group.reason is None]
+        metrics = signal_metrics(scored_groups, self.stream.uses_pass_rates)
+        publishes = bool(trainable) and self.trainer.policy_learns
         # Within this block no server is brought up: the trainer's weights change.
         async with self.publisher.training(publishes=publishes) as turn_metrics:
-            rollouts = [group.group.rollouts for group in shaped]
-            metrics |= await self.check_rollouts(rollouts, bool(groups))
+            rollouts = [scored_group.group.rollouts for scored_group in scored_groups]
+            metrics |= await self.check_rollouts(rollouts, bool(trainable))
+            # The lowest of these bounds is the largest train/logprob_gap that may be trained.
             bounds = [part.max_gap() for part in self.parts]
             bounds.append(self.publisher.max_gap(itertools.chain(*rollouts)))
             max_gap = min(bounds)
             if max_gap < math.inf:
                 metrics["sync/max_gap"] = max_gap
-            if groups:
-                metrics |= await self.train_policy(step, groups, max_gap)
+            if trainable:
+                metrics |= await self.train_policy(step, trainable, max_gap)
             else:
-                await run_in_thread(self.trainer.end_step)
+                await run_in_thread(self.trainer.end_step)  # the learning rate counts it as well
             for part in self.parts:
                 metrics |= part.trained(metrics)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
@@ -173,23 +179,24 @@ class Run:
                 with timed(metrics, "time/sync"):
                     metrics |= await self.publisher.publish()  # 7 weights  sync/publish.py
 
-        # Group id -> why the trainer left its samples out, such as a gradient that was not finite.
-        untrained: dict[str, str | None] = {}
-        for number, group in enumerate(groups):
-            untrained[group.group.id] = self.trainer.untrained.get(number)
-        for group in shaped:
-            if group.group.draw >= 0:  # replayed rollouts were not drawn
-                outcome = outcome_of(group, untrained.get(group.group.id))
-                self.stream.settle(group.group.draw, outcome)
+        number = 0  # of a group among `trainable`, as the trainer counts them
+        for scored_group in scored_groups:
+            fault = None  # why the trainer left its samples out: a gradient was not finite, ...
+            if scored_group.reason is None:
+                fault = self.trainer.untrained.get(number)
+                number += 1
+            draw = scored_group.group.draw
+            if draw >= 0:  # replayed rollouts were not drawn
+                self.stream.settle(draw, outcome_of(scored_group, fault))
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
 
     async def check_rollouts(
         self, groups: Sequence[Sequence[Rollout]], trains: bool | None
     ) -> Metrics:
-        """Show the parts a batch's rollouts before anything is learnt from them.
+        """Have the parts check a batch's rollouts before anything is learnt from them.
 
-        What a part raises stops the run.
+        `trains` is that of `RunPart.rolled_out`. What a part raises ends the run.
         """
         metrics: Metrics = {}
         for part in self.parts:
@@ -209,6 +216,7 @@ class Run:
             measured, groups = await self.evaluation.run(f"eval {step}", generated)
         await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
         self.console.progress(step, "checking the evaluation")
+        # The trainer is held: parts compare these rollouts with its weights.
         async with self.publisher.training(publishes=False):
             with timed(metrics, "time/eval"):
                 metrics |= await self.check_rollouts([group.rollouts for group in groups], None)

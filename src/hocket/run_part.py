@@ -1,8 +1,9 @@
-"""Parts join a training run beside the loop: they watch it, keep something of it, or end it."""
+"""Run parts are callbacks of the loop: they watch a run, keep something of it, or end it."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,9 @@ class RunPart:
         return {}
 
     def max_gap(self) -> float:
-        """Return the highest train/logprob_gap of the step that learns from what `rolled_out` took last.
+        """Bound the train/logprob_gap of the rollouts that `rolled_out` took last.
 
-        Above it the step stops before its update; of all parts the lowest counts.
+        Above it the step raises before its update. The lowest bound of all parts counts.
         """
         return math.inf
 
@@ -81,9 +82,10 @@ class RunPart:
         return {}
 
     async def published(self, members: Sequence[Member], came: bool) -> Metrics:
-        """Take the servers that have loaded a new version or, if they `came`, the current one.
+        """Take the servers that have loaded a version.
 
-        Returns more metrics.
+        It is a new one or, for servers that `came` or came back, the current one. Returns more
+        metrics.
         """
         return {}
 
@@ -140,7 +142,7 @@ SETTINGS = {
     "best": ("checkpoint.best",),
     "copy_to": ("checkpoint.copy_to",),
 }
-"""Part -> the settings that ask for it."""
+"""Part -> the settings that ask for it, which are not ignored where the part's file was deleted."""
 
 DISPENSABLE = {
     "checks": "train/logprob_gap still stops a run whose servers compute with other weights"
@@ -152,11 +154,7 @@ def lacking(config: Config) -> dict[str, str]:
     """Name the parts that settings ask for and whose files were deleted, each with a sentence."""
     sentences = {}
     for name, settings in SETTINGS.items():
-        asking = []
-        for setting in settings:
-            section, _, key = setting.partition(".")
-            if getattr(getattr(config, section), key):
-                asking.append(setting)
+        asking = [setting for setting in settings if attrgetter(setting)(config)]
         if asking and name not in RUN_PARTS.names:
             names = " and ".join(asking)
             sentences[name] = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 FinishReason = Literal["stop", "length", "abort"]
-# While weights load, requests under way go on, end before, or are aborted.
+# What becomes of requests in flight when weights load: they go on, end first, or are aborted.
 InFlight = Literal["keep", "drain", "abort"]
 TokenIds: TypeAlias = "array[int]"  # Python 3.11 can't subscript the class
 """Token ids, within a process always an array("I").
@@ -67,7 +67,7 @@ class TurnReward(NamedTuple):
     number: int  # number of the turn in its episode, from 0
     tokens: int  # number of tokens sampled in it
     reward: float = 0.0
-    state: str = ""  # equal for turns before which the model saw the same
+    state: str = ""  # names what the model read before the turn: equal for the same text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

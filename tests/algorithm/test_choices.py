@@ -9,9 +9,9 @@ import torch
 from hocket.algorithm import choices
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import choose
-from hocket.algorithm.losses import LossConfig
 from hocket.algorithm.samples import shape
 from hocket.common.registry import load_plugins
+from hocket.config import LossConfig
 from hocket.errors import ConfigError
 from support.batches import loss_of
 from support.examples import plugged, shown
@@ -94,7 +94,7 @@ def test_parts_are_the_reward_functions_alone_not_what_they_add_up_or_only_tell(
     assert group_advantages([0.5, 0.5], [0, 0], advantage="count_parts", scale="none", parts=parts).tolist() == [1, 1]
 
 
-NOT_FINITE = "returned {} as advantage {}: have it meet equal rewards, one alone, and reward functions that a source"
+NOT_FINITE = "returned {} as advantage {}: have it handle equal rewards, a single reward, and reward functions that"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import torch
 
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import check
-from hocket.algorithm.losses import LossConfig
 from hocket.common.registry import load_plugins
-from hocket.config import load
+from hocket.config import LossConfig, load
 from hocket.errors import ConfigError
 from support.batches import loss_of
 from support.numbers import rounding

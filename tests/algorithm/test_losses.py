@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hocket import config as config_module
 from hocket.algorithm.choices import aggregate, objective
-from hocket.algorithm.losses import LossConfig
+from hocket.config import LossConfig
 from hocket.config.algorithm import PRESETS
 from support.batches import loss_of, preset_loss
 from support.numbers import rounding

@@ -308,6 +308,24 @@ async def test_what_fails_late_on_a_server_that_is_lost_disturbs_no_look_at_it(s
         assert await looking == [member]
 
 
+async def test_a_server_that_is_marked_lost_during_a_look_stays_lost_whatever_the_look_finds(servers: Servers) -> None:
+    looks, looked = list[Member](), asyncio.Event()
+
+    async def look(member: Member) -> Health:
+        looks.append(member)
+        await looked.wait()
+        raise error("unreachable")
+
+    async with Pool(servers[:1]) as pool:
+        pool.look = look
+        looking = asyncio.create_task(pool.look_at_all())
+        await until(lambda: looks)
+        pool.mark_lost(pool.members[0], "an earlier request failed")
+        looked.set()
+        await looking
+        assert (pool.members[0].state, pool.members[0].reason) == (State.LOST, "an earlier request failed")
+
+
 async def test_waiting_ends_with_every_servers_reason(servers: Servers, clock: fakes.Clock) -> None:
     servers += [make_server(2), make_server(3)]
     servers[0].die()
@@ -720,6 +738,38 @@ async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it
         await until(lambda: time.monotonic() >= pool.members[0].next_look)
         await pool.look_at_all()
         assert (pool.up, servers[1].beats) == ([], [(True, False), (False, False)])
+
+
+async def test_a_trainer_that_fails_at_the_start_frees_each_server_that_it_may_have_claimed(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.take_over.LOOK_S", 0.1)
+    monkeypatch.setattr("hocket.client.take_over.BEAT_S", 0.01)
+    servers[1].mute = True  # it may have taken the heartbeat all the same
+
+    async def load(there: Mapping[Member, Health]) -> None:
+        raise SyncError("it refused weight version 1")
+
+    async with Pool(servers, trainer="mine") as pool:
+        pool.bring_up = load
+        with pytest.raises(SyncError, match="refused"):
+            await pool.wait_up()
+        assert [member.state for member in pool.members] == [State.LEFT_OUT, State.WAITING]
+        await pool.release()
+        assert [server.beats[-1] for server in servers] == [(False, True)] * 2
+
+
+async def test_no_heartbeat_follows_the_one_that_frees_a_server(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.take_over.LOOK_S", 0.2)
+    monkeypatch.setattr("hocket.client.take_over.BEAT_S", 0.01)
+    async with Pool(servers, trainer="mine") as pool:
+        await pool.wait_up()
+        servers[1].mute = True  # to free it takes a while
+        await pool.release()
+        await asyncio.sleep(0.05)
+        assert [server.beats[-1] for server in servers] == [(False, True)] * 2
 
 
 async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(

@@ -12,7 +12,8 @@ from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.commands import sources as sources_module
 from hocket.commands.parts import Parts
-from hocket.commands.runs import _shape, score_samples
+from hocket.commands.reward_samples import score_samples
+from hocket.commands.runs import _shape
 from hocket.commands.sources import reward_calls
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load, to_yaml

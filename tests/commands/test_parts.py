@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hocket.commands import parts as parts_module
-from hocket.commands.parts import LoadedPrompts, Parts, Servers
+from hocket.commands.parts import LoadedPrompts, Parts
+from hocket.commands.servers import Servers
 from hocket.config import SourceSettings, load
 from hocket.loop import Run
 from hocket.observe.console import Console

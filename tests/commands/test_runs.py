@@ -1,6 +1,5 @@
 """What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -15,8 +14,8 @@ import pytest
 
 import hocket
 from hocket.client.server import ServerClient
-from hocket.commands import parts
 from hocket.commands import runs as commands
+from hocket.commands.servers import Servers
 from hocket.config import Config, load
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, HocketError, RewardError, ServerError
@@ -28,6 +27,7 @@ from hocket.server import vllm_arguments
 from support import fakes
 from support.examples import shown
 from support.records import write_rows
+from support.servers import FakeServer
 
 ROOT = Path(__file__).parents[2]
 SORT = ROOT / "checkpoints" / "tiny-sort"
@@ -129,6 +129,25 @@ def test_a_run_without_an_update_ends_with_status_3(
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "75"  # torch reads it before the first weight group
 
 
+def test_a_start_that_fails_after_servers_were_claimed_frees_them_for_other_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeServer()
+
+    def run(made: commands.Parts, *arguments: Any) -> None:
+        run_there = arguments[-1]
+        run_there(made.servers.wait_for_gpu())
+        raise ConfigError("the trainer does not fit")
+
+    monkeypatch.setattr(commands, "_run", run)
+    monkeypatch.setattr("hocket.commands.servers.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("hocket.client.pool.ServerClient", lambda url, **options: server)
+    config = load(None, [f"run.dir={tmp_path}/a", f"model.path={SORT}", "launch.gpus_apart=false"])
+    with pytest.raises(ConfigError, match="does not fit"):
+        commands.train(config)
+    assert (server.beats[0], server.beats[-1]) == ((False, False), (False, True))
+
+
 def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -143,7 +162,7 @@ def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_i
 
     for name in ("servers_as_they_are", "own_server", "trainer"):
         monkeypatch.setattr(commands.Parts, name, lambda *_: pytest.fail("a server or the trainer was asked for"))
-    monkeypatch.setattr(parts.Servers, "clear_gpu", lambda *_, **__: pytest.fail("a server was waited for"))
+    monkeypatch.setattr(Servers, "wait_for_gpu", lambda *_, **__: pytest.fail("a server was waited for"))
     request.addfinalizer(lambda: REWARDS.forget("broken"))
     settings = [f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4"]
     settings.append("rewards.functions={broken: 1}")
@@ -324,43 +343,6 @@ def test_credit_per_turn_needs_the_reward_of_an_environment(dry_run: Any) -> Non
     own = ["algorithm.credit=step_groups", "rewards.functions={exact_match: 1}"]
     with pytest.raises(ConfigError, match=r"needs rewards of turns .*: add rewards\.functions\.env"):
         dry_run(*own)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "settings", "waits"),
-    [
-        ("", [], False),
-        ("0", [], True),
-        ("0,1", [], True),  # both take the first one
-        ("1", ["launch.gpus_apart=true"], False),  # as `launch` says it
-        ("0", ["launch.gpus_apart=false", "server.urls=[http://10.0.0.5:8000]"], True),
-        ("0", ["server.urls=[http://10.0.0.5:8000]"], False),
-        ("", ["launch.share_gpu=true"], True),
-    ],
-)
-def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_memory(
-    gpus: str, settings: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = list[str]()
-
-    class Pool:
-        async def __aenter__(self) -> "Pool":
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
-        async def wait_up(self) -> None:
-            done.append("waited")
-
-    async def put_to_sleep(*_: object, keep: bool) -> None:
-        done.append("put to sleep")
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setenv("HOCKET_DEVICE", "cuda")  # else a machine without a driver has no GPU
-    monkeypatch.setattr(parts.Servers, "pool", lambda *_: Pool())
-    monkeypatch.setattr(parts, "put_to_sleep", put_to_sleep)
-    asyncio.run(parts.Servers(load(None, settings)).clear_gpu())
-    assert done == ["waited"] * waits + ["put to sleep"] * ("launch.share_gpu=true" in settings)
 
 
 @pytest.mark.parametrize(

@@ -128,14 +128,3 @@ def test_only_hosts_that_are_named_are_asked_and_no_redirect_is_followed(host: s
     for url in (f"{host}/file", "file:///etc/passwd", "http://127.0.0.1@elsewhere/", "ftp://elsewhere/a.png"):
         with pytest.raises(ValueError, match=r"not allowed: allow it by data\.image_hosts"):
             vision.fetched(url, {"elsewhere.org"}, "data.image_hosts")
-
-
-def test_messages_show_their_pictures_in_order_as_openai_has_them() -> None:
-    first, second = file_of(color="red"), file_of(color="blue")
-    content = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
-    said = [
-        *vision.shown([{"role": "system", "content": "Look."}, {"role": "user", "content": content}], [first, second])
-    ]
-    assert said[0] == {"role": "system", "content": "Look."}
-    urls = [part["image_url"]["url"] for part in said[1]["content"] if part["type"] == "image_url"]
-    assert urls == [vision.data_url(first), vision.data_url(second)]

@@ -269,6 +269,33 @@ def test_a_table_that_can_not_be_read_rightly_is_refused_and_its_short_floats_an
         assert [(one.messages, one.answer) for one in load(path)] == [((user("hi"),), "0.1"), ((user("hi"),), "7")]
 
 
+@pytest.mark.parametrize("short", [pyarrow.float16(), pyarrow.float32()])
+def test_short_floats_have_the_digits_of_their_json_within_lists_and_objects_too(
+    short: pyarrow.DataType, tmp_path: Path
+) -> None:
+    row = {"boxes": [[0.1, None], []], "grade": {"score": 0.3, "n": 1}, "rates": [0.7, 2.0], "by_name": {"a": 0.2}}
+    kinds = {
+        "boxes": pyarrow.list_(pyarrow.large_list(short)),
+        "grade": pyarrow.struct({"score": short, "n": pyarrow.int64()}),
+        "rates": pyarrow.list_(short, 2),
+        "by_name": pyarrow.map_(pyarrow.string(), short),
+    }
+    written = row | {"by_name": [("a", 0.2)]}
+    arrays = [pyarrow.array([numpy_of(written[name], short)], kind) for name, kind in kinds.items()]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, names=list(kinds)), path)
+    assert [columns for _, columns in read_rows(DataConfig(source=str(path)))] == [row]
+
+
+def numpy_of(value: Any, short: pyarrow.DataType) -> Any:
+    """Replaces the floats of a value by numpy's of an Arrow type: pyarrow makes no float16 of others."""
+    if isinstance(value, list | tuple):
+        return type(value)(numpy_of(part, short) for part in value)
+    if isinstance(value, dict):
+        return {name: numpy_of(part, short) for name, part in value.items()}
+    return short.to_pandas_dtype()(value) if isinstance(value, float) else value
+
+
 def test_a_column_of_mixed_types_is_what_its_json_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"prompt": "a", "answer": "x", "n": {"a": 1}}, {"prompt": "b", "answer": 2, "n": {"a": "y"}}]

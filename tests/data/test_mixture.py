@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 
 from hocket.data.curriculum import Curriculum, Shuffle, Sorted
-from hocket.data.mixture import MixedStream, unlike
+from hocket.data.mixture import MixedStream, drop_held_out
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
@@ -112,8 +112,8 @@ def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_
     said: list[str] = []
     rows = {"": asked("2 + 2?", "2 +  2?\n", "3?", "4?", "3?\n")}
     held_out = {*asked(" 3? ").keys(), *asked("4?", answer="another").keys()}
-    assert unlike(rows, held_out, False, said.append) == rows
-    left = unlike(rows, held_out, True, said.append)[""]
+    assert drop_held_out(rows, held_out, False, said.append) == rows
+    left = drop_held_out(rows, held_out, True, said.append)[""]
     assert [prompt.text for prompt in left[:]] == ["2 + 2?", "2 +  2?\n", "4?"]
     assert left.fingerprint != rows[""].fingerprint  # no run on the others goes on with it
     assert said == [
@@ -124,13 +124,13 @@ def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_
     ]
     chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "3?"}]
     of_chat = Prompts([Prompt(id="c", token_ids=(1,), text="3?", answer="x", messages=tuple(chat))])
-    assert len(unlike(rows, of_chat.keys(), True, said.append)[""]) == 3  # whatever the system says
+    assert len(drop_held_out(rows, of_chat.keys(), True, said.append)[""]) == 3  # whatever the system says
     with pytest.raises(DataError, match=r"leaves no prompt of data\.source: other held-out rows"):
-        unlike({"": asked("3?")}, held_out, True, said.append)
+        drop_held_out({"": asked("3?")}, held_out, True, said.append)
 
 
 def test_prompts_are_compared_over_all_sources() -> None:
     said: list[str] = []
-    left = unlike({"a": asked("1", "2"), "b": asked("2", "3")}, asked("3").keys(), True, said.append)
+    left = drop_held_out({"a": asked("1", "2"), "b": asked("2", "3")}, asked("3").keys(), True, said.append)
     assert {name: [prompt.id for prompt in some] for name, some in left.items()} == {"a": ["1", "2"], "b": ["2"]}
     assert said[0] == "1 of 4 training prompts repeat another one"

@@ -83,7 +83,6 @@ def test_the_end_of_a_turn_is_an_end_of_the_model_and_is_said_where_it_was_none(
     configure(folder, "generation_config.json", eos_token_id=own + 2)
     tokenizer = tokenizers.load(path)
     assert tokenizers.end_ids(path, tokenizer) == {own, own + 2}
-    assert tokenizers.added_end(path, tokenizer) == own
     assert f"ends turns with '<|end|>', which is no end of {path} (its eos is {other!r})" in tokenizers.said_end(
         path, tokenizer
     )

@@ -101,11 +101,11 @@ def test_a_column_of_messages_has_its_pictures_within(sighted: Any, write_jsonl:
 
 def test_a_picture_s_tokens_are_not_those_that_begin_a_text(sighted: Any, write_jsonl: Write, tmp_path: Path) -> None:
     renderer = renderer_of(DataConfig(), sighted)
-    expected = renderer.expanded([5, sighted.placeholder, 6], [RED])[0]
+    expected = renderer.insert_images([5, sighted.placeholder, 6], [RED])[0]
     renderer._processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", 3)]
     )
-    assert renderer.expanded([5, sighted.placeholder, 6], [RED])[0] == expected
+    assert renderer.insert_images([5, sighted.placeholder, 6], [RED])[0] == expected
 
 
 def test_bytes_and_pictures_come_from_parquet_json_datasets_and_tasks(sighted: Any, folder: Path) -> None:
@@ -227,9 +227,9 @@ def test_a_system_prompt_comes_before_the_picture(sighted: Any, write_jsonl: Wri
 def test_what_an_environment_shows_is_read_in_each_form(sighted: Any, tmp_path: Path) -> None:
     renderer = renderer_of(DataConfig(source=str(tmp_path / "rows.jsonl")), sighted)
     parts = [{"type": "image", "image": decoded(RED)}, {"type": "image", "image": BLUE}, INLINE]
-    told, pictures = renderer.seen({"messages": [seen(*parts, text("Now?"))]})
+    told, pictures = renderer.split_images({"messages": [seen(*parts, text("Now?"))]})
     ids = renderer.following(told["messages"], ended=None)
-    expanded, images = renderer.expanded(ids, pictures)
+    expanded, images = renderer.insert_images(ids, pictures)
     assert [decoded(image.data) for image in images] == [decoded(one) for one in (RED, BLUE, RED)]
     assert len(expanded) == len(ids) + 3 * 6
     assert json.dumps(told) == json.dumps({"messages": [seen(PLACE, PLACE, PLACE, text("Now?"))]})

@@ -20,6 +20,6 @@ def test_settings_decide_which_parts_join(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(RUN_PARTS.names))
 def test_every_part_that_ships_is_a_run_part(name: str) -> None:
-    module = __import__(RUN_PARTS._table[name], fromlist=["*"])
+    module = __import__(RUN_PARTS._modules[name], fromlist=["*"])
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, RunPart)]
     assert [kind for kind in kinds if kind is not RunPart]

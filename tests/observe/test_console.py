@@ -39,6 +39,15 @@ def test_an_alarm_is_printed_when_it_begins_and_again_after_ten_steps_without_it
     assert after == ["step 1/100", "step 26/100"]
 
 
+def test_an_alarm_of_step_0_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console(10) as console:
+        for step in range(3):
+            console.step(step, {"rollout/truncated": 0.1})
+    first, alarm, *later = capsys.readouterr().out.splitlines()
+    assert "rollout/truncated = 0.1" in alarm
+    assert len(later) == 2  # it stays, and is printed once
+
+
 def test_the_first_line_may_be_of_step_0_and_without_a_terminal_an_activity_is_printed_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -126,13 +126,13 @@ def test_slow_loggers_hold_up_no_step_and_the_end_of_a_run_together_only_so_long
 ) -> None:
     waits: list[float] = []
 
-    def join(self: loggers.InThread, timeout_s: float) -> None:
+    def join(self: loggers.LoggerThread, timeout_s: float) -> None:
         waits.append(timeout_s)
         clock.now += timeout_s
 
     clock = fakes.Clock()
     monkeypatch.setattr(loggers, "time", clock)
-    monkeypatch.setattr(loggers.InThread, "join", join)
+    monkeypatch.setattr(loggers.LoggerThread, "join", join)
     Fake.held.clear()  # none goes on until the run has ended
     said: list[str] = []
     run(tmp_path, f"[{', '.join(['fake'] * 40)}]", steps=range(50), say=said.append)

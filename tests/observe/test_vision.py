@@ -71,9 +71,9 @@ def test_a_row_that_names_no_picture_of_the_run_reads_none(name: Any, tmp_path: 
 
 
 def test_a_sample_of_the_reward_http_has_its_pictures_as_data_urls() -> None:
-    from hocket.rewards.base import named
+    from hocket.rewards.base import arguments_as_json
 
-    told = json.loads(json.dumps(named(seen().rollouts[0])))
+    told = json.loads(json.dumps(arguments_as_json(seen().rollouts[0])))
     (image,) = rollout_of({"completion": "red", **told}).prompt.images
     assert image.data == RED
     with pytest.raises(ValueError, match="no run's folder has it: send a data URL"):

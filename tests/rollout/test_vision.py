@@ -37,7 +37,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 @pytest.fixture(scope="module")
 def prompt(renderer: Renderer) -> Prompt:
     chat = (*user([PLACE, {"type": "text", "text": "What?"}]),)
-    ids, images = renderer.expanded(renderer.encode([renderer.render(chat)])[0], [RED])
+    ids, images = renderer.insert_images(renderer.encode([renderer.render(chat)])[0], [RED])
     return Prompt(id="p", token_ids=array("I", ids), messages=chat, text="What?", images=images)
 
 
@@ -160,6 +160,6 @@ def test_a_server_s_record_names_no_file_of_this_machine() -> None:
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
 def test_pictures_from_pillow_have_any_mode(mode: str, renderer: Renderer) -> None:
     part = {"type": "image", "image": Pictures.new(mode, (8, 8))}
-    told, pictures = renderer.seen({"messages": user([part])})
-    _, images = renderer.expanded(renderer.following(told["messages"], ended=None), pictures)
+    told, pictures = renderer.split_images({"messages": user([part])})
+    _, images = renderer.insert_images(renderer.following(told["messages"], ended=None), pictures)
     assert decoded(images[0].data).size == (8, 8)

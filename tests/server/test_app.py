@@ -25,7 +25,7 @@ class FakeEngine(Engine):
     """Completes each job with its own index, last job first."""
 
     def __init__(self, reader: Sampler) -> None:
-        self._condition = Condition(None, _version=3)
+        self._condition = Condition(None, version=3)
         self.model, self.llm = "fake", SimpleNamespace()
         self.root, self.sources, self.share_gpu = Path("/nowhere"), {}, False
         self.reader = reader

@@ -84,7 +84,7 @@ def engine(llm: FakeLLM, tmp_path: Path) -> Engine:
 
 
 async def sleep(engine: Engine, **how: Any) -> protocol.Health:
-    sleeper = engine._sleep_state or Sleeper(engine)  # as the route has it
+    sleeper = engine._gpu_sharing or Sleeper(engine)  # as the route has it
     assert isinstance(sleeper, Sleeper)
     return await sleeper.sleep(protocol.SleepRequest(**how))
 

@@ -32,6 +32,6 @@ async def test_a_user_s_part_adds_a_route_behind_the_token(example: None) -> Non
 
 def test_parts_are_installed_in_the_order_of_the_table_and_users_last(example: None) -> None:
     names = [install.__module__ for install in parts.PARTS.each()]
-    table = [module for module in parts.PARTS._table.values() if module in names]
+    table = [module for module in parts.PARTS._modules.values() if module in names]
     assert names[:-1] == table
     assert names[-1].startswith("hocket_plugin_")

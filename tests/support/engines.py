@@ -183,10 +183,10 @@ class Source:
         """The weights of a model, a tied head left out."""
         return cls(checkpoint(model, model.named_parameters(), "float32").items(), per_bucket=per_bucket)
 
-    def layout(self, max_bytes: int) -> Any:
+    def layout(self, max_bytes: int, *, trained: bool = False) -> Any:
         return self.layouts
 
-    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
+    def stream(self, max_bytes: int, sink: Callable[..., None], *, trained: bool = False) -> None:
         for number, bucket in enumerate(self.buckets, 1):
             self.before(number)
             sink(bucket)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hocket.data.mixture import Stream
 from hocket.data.prompt_list import Prompts
-from hocket.data.stream import PromptStream
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 
@@ -19,7 +19,7 @@ def prompts(num: int, **fields: Any) -> Prompts:
     return Prompts(Prompt(id=f"rows:{i}", token_ids=array("I", (i + 1,)), text=f"{i}", **fields) for i in range(num))
 
 
-def saved(stream: PromptStream) -> dict[str, Any]:
+def saved(stream: Stream) -> dict[str, Any]:
     """Returns a stream's state as a checkpoint gives it back."""
     state: dict[str, Any] = json.loads(json.dumps(stream.state()))
     return state

@@ -3,13 +3,15 @@
 import asyncio
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from hocket.client.member import State
+from hocket.client.member import Member, State
 from hocket.errors import ServerError, SyncError, TrainerError
-from hocket.types import Prompt, Rollout, TokenSequence
+from hocket.protocol import Health
+from hocket.types import Metrics, Prompt, Rollout, TokenSequence
 from support import fakes
 from support.publishing import BROKEN, GONE, METRICS, REFUSED, STALLED, URLS, A, B, C, make, make_up
 
@@ -159,6 +161,47 @@ async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_p
         await world.sync.publish()
     assert await asyncio.wait_for(waiting, 60) == [first, second]
     assert [version for version, _ in world.disk.sent[-2:]] == [6, 6]  # not what was there when they came
+
+
+@pytest.mark.parametrize("failure", [None, GONE])
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_an_answer_to_an_update_neither_brings_up_nor_loses_a_server_that_was_lost_meanwhile_and_is_joining(
+    servers: int, failure: ServerError | None
+) -> None:
+    world = await make_up(servers=servers)
+    member, came = world.pool.members[0], list[list[str]]()
+    well, look = asyncio.Event(), world.pool.look
+
+    async def slow_look(member: Member) -> Health:
+        await well.wait()
+        return await look(member)
+
+    class Checks:
+        async def published(self, members: Sequence[Member], joins: bool) -> Metrics:
+            if joins:
+                came.append([member.url for member in members])
+            return {}
+
+    world.sync.parts = [Checks()]
+    if servers == 2:
+        world.pool.look = slow_look
+    if failure is not None:
+        world.disk.answers[A] = failure
+    async with asyncio.timeout(60):
+        async with world.sync.training(publishes=True):
+            publishing = asyncio.create_task(world.sync.publish())
+            await asyncio.sleep(0)  # the version is on its way
+            world.pool.mark_lost(member, "its connection broke")
+            member.next_look = 0.0
+            looking = asyncio.create_task(world.pool.wait_up())
+            await publishing
+            assert member.state is State.JOINING
+            assert came == []
+        world.disk.answers.clear()
+        well.set()
+        await looking
+    assert (world.up[0], came) == (A, [[A]])
+    assert world.disk.sent[-2:] == [(6, world.up), (6, [A])]
 
 
 async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is_said_and_counted() -> None:

@@ -51,7 +51,7 @@ def make_config(tmp_path: Path, *settings: str) -> Config:
 def train(config: Config, last: int = 0, **metrics: list[float]) -> CountedPart:
     """Takes the steps after `last`; the part's value is 10 times the step."""
     trainer, part = CountedSteps(), CountedPart()
-    with Checkpoints(config, trainer.state, {"part": part}, last=last) as kept:
+    with Checkpoints(config, trainer.state, {"part": part}, newest=last) as kept:
         for step in range(last + 1, config.trainer.steps + 1):
             trainer.steps = step
             kept.copy(step, last=step == config.trainer.steps)
@@ -88,7 +88,7 @@ def found_step(config: Config, say: Callable[[str], object] = print) -> int:
 def test_a_checkpoint_leaves_out_metrics_that_were_not_finite(tmp_path: Path) -> None:
     """NaN of a step, and None, as which metrics.jsonl has it."""
     config = make_config(tmp_path, "checkpoint.every_steps=1", "trainer.steps=1")
-    with Checkpoints(config, CountedSteps().state, {}, last=0) as kept:
+    with Checkpoints(config, CountedSteps().state, {}, newest=0) as kept:
         kept.copy(1, last=True)
         kept.complete(1, {"a": 0.5, "b": float("nan"), "c": None})
     state = json.loads((config.run_dir / "checkpoints" / "step_000001" / checkpoints.STATE_FILE).read_text())

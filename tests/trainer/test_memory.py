@@ -220,7 +220,7 @@ def test_auto_on_a_gpu_is_a_size_that_fits_and_a_run_that_goes_on_keeps_it(
         assert torch.cuda.max_memory_reserved() - held[0].nbytes > 1.5 * GIB
         training.save(trainer, tmp_path / "state")
     held.append(torch.empty(GIB, dtype=torch.uint8, device="cuda"))
-    with make_trainer(ranks, wide_model, *apart) as trainer:
+    with make_trainer(ranks, wide_model, apart) as trainer:
         assert 0.2 * size < trainer.micro_batch_tokens < 0.8 * size
         training.load(trainer, tmp_path / "state")
         assert trainer.micro_batch_tokens == size

@@ -6,8 +6,8 @@ import torch
 from tests.trainer.conftest import SIZES
 from transformers import Phi3Config, Phi3ForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
-from hocket.algorithm.losses import LossConfig, policy_loss
-from hocket.config import ModelConfig
+from hocket.algorithm.losses import policy_loss
+from hocket.config import LossConfig, ModelConfig
 from hocket.errors import ConfigError
 from hocket.trainer.policy import Policy
 from hocket.types import TrainSample

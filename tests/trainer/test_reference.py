@@ -79,7 +79,7 @@ def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_do
     with make_trainer(ranks, untied_model, *settings) as trainer:
         base = trainer.measure(rollouts)
     with make_trainer(ranks, untied_model, *settings, "model.lora={}") as trainer:
-        assert len(trainer.tensors) == 1, "there is no second model"
+        assert len(trainer.learners) + len(trainer.tensors) == 1, "there is no second model"
         training.save(trainer, tmp_path / "state")
         norms = [trainer.step(samples)["train/grad_norm"] for _ in range(2)]
         training.load(trainer, tmp_path / "state")
@@ -137,7 +137,7 @@ def test_without_a_divergence_or_with_a_loss_of_its_own_there_is_nothing_to_meas
     for own, settings in ((None, ("algorithm.preset=grpo",)), (loss, kl)):
         with training.make_trainer(ranks, tied_model, *settings, loss=own) as trainer:
             assert trainer.measure(ROLLOUTS) == []
-            assert len(trainer.tensors) == 1
+            assert len(trainer.learners) + len(trainer.tensors) == 1
     with make_trainer(ranks, tied_model) as trainer:
         assert trainer.measure([]) == []
 
@@ -190,7 +190,7 @@ def test_a_server_scores_what_was_sampled_if_its_tokens_are_the_same(
                 trainer.measure(ROLLOUTS)
             monkeypatch.setattr(Scorer, "sha256", tokenizers.fingerprint(trainer.tokenizer))
             expected = [[-float(n) * on for n, on in enumerate(rollout.mask)] for rollout in ROLLOUTS]
-            assert len(trainer.tensors) == 1, "there is no second model"
+            assert len(trainer.learners) + len(trainer.tensors) == 1, "there is no second model"
             monkeypatch.setattr(Scorer, "failures", 2)
             monkeypatch.setattr("hocket.trainer.reference.WAITS_S", (0.0, 0.0))
             assert [[*one["ref_logprobs"]] for one in trainer.measure(ROLLOUTS)] == expected

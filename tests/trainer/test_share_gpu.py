@@ -53,7 +53,7 @@ def test_nothing_of_the_training_state_stays(
     with training.make_trainer(ranks, untied_model, *more, *settings) as trainer:
         trainer.step(training.measured(trainer, [SAMPLE], returns=1.0))
         expected, on = trainer.measure([SAMPLE.sequence]), bytes_besides(before)
-        assert len(trainer.tensors) == (3 if settings else 1)
+        assert len(trainer.learners) + len(trainer.tensors) == (3 if settings else 1)
         trainer.offload()
         assert trainer.away
         moved = sum(host.numel() for _, hosts in trainer.away for host in hosts)

@@ -24,7 +24,7 @@ def group_advantages(
     *,
     advantage: Chosen,
     scale: Scale,
-    parts: Sequence[Mapping[str, float]] = ({},),
+    parts: Sequence[Mapping[str, float]] = (),
 ) -> Tensor:
     """Compute A = (R − baseline) / (deviation + 1e-6) of each rollout, float32 [n].
 
@@ -35,7 +35,8 @@ def group_advantages(
         scale: which unbiased deviation divides. "group": that of the group's rewards; "batch": that
             of R − baseline over the whole batch (arXiv 2510.13786); "none": none (arXiv
             2503.20783). "tokens": none here, samples.py whitens the advantages of all tokens.
-        parts: for each rollout the values of its reward functions, by name.
+        parts: for each rollout the values of its reward functions, by name; an advantage of the
+            batch may read them.
 
     Raises ConfigError as `checked`.
     """
@@ -100,8 +101,8 @@ def checked(setting: str, returned: Any, inputs: Sequence[Tensor]) -> Tensor:
     if not finite_n.all() and all(bool(numbers.isfinite().all()) for numbers in inputs):
         place = int(finite_n.int().argmin())  # of the first that is not finite
         raise ConfigError(
-            f"{begins} {values_n[place]:g} as advantage {place + 1} of {size}: have it meet equal "
-            "rewards, one alone, and reward functions that a source lacks (NaN in parts_n)"
+            f"{begins} {values_n[place]:g} as advantage {place + 1} of {size}: have it handle "
+            "equal rewards, a single reward, and reward functions that a source lacks (NaN in parts_n)"
         )
     return values_n
 

@@ -1,8 +1,10 @@
 """Functions that `algorithm.*` chooses by name, built in or your own (docs/algorithms.md).
 
-Suffixes: g rollouts of a group, n rollouts of a batch, t sampled tokens of one rollout, bt
-positions of a micro-batch, which hold 0 outside `mask_bt` and are ignored there. Torch is not
-imported, so that a config is refused at once.
+Suffixes: g rollouts of a group, n rollouts of a batch, t steps of one rollout (its sampled tokens
+or, with algorithm.credit=turn, its turns), k turns of a batch, bt positions of a micro-batch, which
+hold 0 outside `mask_bt` and are ignored there.
+
+Torch, which takes seconds to import, is not imported: a config is checked at once.
 """
 
 import dataclasses
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 Per = Literal["group", "batch", "token"]
+# Which tokens an objective clips: those whose ratio is outside the bounds or, if "pessimistic", only
+# where the clipped term is the smaller one: above for advantages > 0, below for advantages < 0.
 Clips = Literal["none", "ratio", "pessimistic"]
 Discount = Annotated[float, Field(gt=0, le=1)]
 _Low = Annotated[float, Field(ge=0)]
@@ -36,11 +40,11 @@ class Choice:
     """A function that the config chooses, with what its decorator declares."""
 
     function: Callable[..., Any]
-    arguments: tuple[str, ...]  # what it takes of what hocket offers; the other ones are options
+    arguments: tuple[str, ...]  # parameters that hocket passes; all others are options
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values from the config
-    per: Per = "batch"  # what one call of an advantage sees
+    per: Per = "batch"  # whose rewards an advantage gets in a call: of a group, a batch, a rollout
     needs: tuple[str, ...] = ()  # columns measured before a step: "values" brings a critic
-    clips: Clips = "none"  # which ratios outside the bounds train/clip_* count
+    clips: Clips = "none"  # the tokens that train/clip_* count
     in_loss: bool = True  # whether the gradient of a KL estimate is a gradient of the KL
 
     @property
@@ -54,6 +58,7 @@ class Choice:
         return self.function(**arguments, **self.options)
 
 
+# Imported when they are chosen, as their module imports torch.
 _IN_CREDIT = dict.fromkeys(("episode", "turn", "step_groups"), "hocket.algorithm.credit")
 KINDS = {  # the registry of each setting algorithm.KIND
     "advantage": Registry[Choice]("advantage"),
@@ -78,16 +83,15 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
         name = options.pop("name")
         section = f"algorithm.{kind}"
         choice = KINDS[kind].get(name, f"{section}: ")
-        called = f"{KINDS[kind].kind} {name}"
         checked = options_of(
-            called, choice.function, options, section=section, keys=choice.arguments
+            f"{kind} {name}", choice.function, options, section=section, keys=choice.arguments
         )
         _chosen[key] = dataclasses.replace(choice, options=checked)
     return _chosen[key]
 
 
 def check(algorithm: AlgorithmConfig, group_size: int) -> None:
-    """Raise ConfigError unless the chosen functions exist and fit together; plugins are loaded."""
+    """Raise ConfigError unless the chosen functions exist and fit together; load plugins first."""
     for kind in ("objective", "aggregate", "correction", "credit"):
         choose(kind, getattr(algorithm, kind))
     _check_advantage(algorithm, group_size)
@@ -150,8 +154,10 @@ def _register(
 def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Decorate an advantage: a function of rewards, which returns advantages, float64.
 
-    Per "token" it may also return (advantages, returns), the targets of a critic. A file of yours
-    under `plugins`, for `algorithm.advantage={name: above, quantile: 0.9}`:
+    A call gets the rewards of a group, of a batch or, per "token", of one rollout's steps. It gets
+    each column in `needs`, which the trainer measures before a step, as NAME_t; and may then return
+    (advantages, returns), the targets of a critic. A file of yours under `plugins`, for
+    `algorithm.advantage={name: above, quantile: 0.9}`:
 
         @advantage("above", per="group")
         def above(rewards_g, quantile: float = 0.5):
@@ -163,7 +169,11 @@ def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[
 
 
 def credit(name: str) -> Callable[[F], F]:
-    """Decorate a credit: the advantages of all turns of a batch, float64 [k] (credit.py)."""
+    """Decorate a credit: it returns the advantages of all turns of a batch, float64 [k].
+
+    Of each turn it gets the reward, the number of its episode (owner_k), its place in the episode
+    and the state in which it began; of each episode the reward (totals_n) and the group.
+    """
     offered = ("rewards_k", "owner_k", "place_k", "state_k", "totals_n", "group_n", "compare")
     return _register("credit", offered, name, {})
 

@@ -133,24 +133,23 @@ def turn(
     for owner, group in enumerate(group_n):
         episodes_of_group[group].append(owner)
 
-    # A comparison holds one value of each episode of a group. Turns at the same place share one;
-    # those that are the last of their episode share another. It is named by the index of its
-    # first value.
+    # A comparison has one value of each episode of a group. Turns at the same place share one, and
+    # those that are the last of their episode share another.
     values: list[float] = []
-    comparison_ids: list[int] = []  # of each value
-    first_values: dict[tuple[int, int, bool], int] = {}  # (group, place, is last) → comparison
+    comparisons: list[tuple[int, int, bool]] = []  # of each value: (group, place, is last)
+    indices: dict[tuple[tuple[int, int, bool], int], int] = {}  # (comparison, episode) → its value
     index_k: list[int] = []  # of each turn's own value
     for owner, group in enumerate(group_n):
         for place in range(len(rewards_n[owner])):
             is_last = place == len(rewards_n[owner]) - 1
-            key = (group, place, is_last)
-            if key not in first_values:
-                first_values[key] = len(values)
+            comparison = (group, place, is_last)
+            if (comparison, owner) not in indices:
                 for other in episodes_of_group[group]:
-                    comparison_ids.append(first_values[key])
+                    indices[comparison, other] = len(values)
                     values.append(_compared_reward(rewards_n[other], place, to_the_end=is_last))
-            index_k.append(first_values[key] + episodes_of_group[group].index(owner))
-    advantages_k = compare(values, comparison_ids).double()[index_k]
+                    comparisons.append(comparison)
+            index_k.append(indices[comparison, owner])
+    advantages_k = _compare_by_key(compare, values, comparisons)[index_k]
     return _discounted_sums(advantages_k, owner_k, discount)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.algorithm.choices import choose, k3, sequence_means
-from hocket.config import LossConfig as LossConfig
+from hocket.config import LossConfig
 
 MAX_LOG_RATIO = 20.0  # e^20 is far outside every clip range and still finite
 
@@ -51,6 +51,7 @@ def policy_loss(
     "none" takes old = rollout, so w = 1.
     """
     mask_bt = batch.mask_bt
+    # The trainer's log-probs before the step, or those of this pass where none were measured.
     trainer_bt = batch.columns.get("old_logprobs", logprobs_bt).detach()
     old_bt = trainer_bt
     if "old_logprobs" not in batch.columns and config.correction == "none":
@@ -127,15 +128,16 @@ def policy_metrics(
     ratio_bt = arguments["ratio_bt"]
     log_importance_bt = arguments["log_importance_bt"]
     importance_bt = log_importance_bt.exp()
-    # A ratio beyond its bound counts as clipped where the objective says that it clips there.
+    # Count a ratio outside the bounds where the objective clips it (choices.Clips).
     above_bt = ratio_bt > 1 + config.clip_high
     below_bt = ratio_bt < 1 - config.clip_low
     clips = choose("objective", config.objective).clips
-    if clips == "pessimistic":  # on the other side of the advantage, the unclipped term is smaller
+    if clips == "pessimistic":
         above_bt &= arguments["advantages_bt"] > 0
         below_bt &= arguments["advantages_bt"] < 0
     elif clips == "none":
         above_bt = below_bt = torch.zeros_like(above_bt)
+    # k3 takes the log-ratio of the policy that has sampled to the other one.
     values = {
         "clip_low": below_bt,
         "clip_high": above_bt,

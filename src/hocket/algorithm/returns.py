@@ -47,9 +47,9 @@ def advantages_by_token(
         columns = {}
         for name in choice.needs:
             columns[f"{name}_t"] = at_sampled(row.columns[name], row.sequence)
-        by_step = _advantages_and_targets(choice, algorithm, rewards_n, columns)
-        advantages.append(by_step[0])
-        for targets_n in by_step[1:]:
+        advantages_n, targets_n = _advantages_and_targets(choice, algorithm, rewards_n, columns)
+        advantages.append(advantages_n)
+        if targets_n is not None:
             row.columns["returns"] = along_sequence(targets_n, row.sequence)
     return torch.cat(advantages)
 
@@ -88,13 +88,14 @@ def advantages_by_turn(
         columns[f"{name}_t"] = values_n[firsts][order]
 
     # Back from the order of steps to that of the rows, and from turns to tokens.
-    by_step = _advantages_and_targets(choice, algorithm, rewards_k, columns)
-    by_token = [values_k[order.argsort()].repeat_interleave(sizes) for values_k in by_step]
-    lengths = [len(row.kl_n) for row in rows]
-    for targets_n in by_token[1:]:
+    advantages_k, targets_k = _advantages_and_targets(choice, algorithm, rewards_k, columns)
+    row_order = order.argsort()
+    if targets_k is not None:
+        targets_n = targets_k[row_order].repeat_interleave(sizes)
+        lengths = [len(row.kl_n) for row in rows]
         for row, row_targets_n in zip(rows, torch.split(targets_n, lengths), strict=True):
             row.columns["returns"] = along_sequence(row_targets_n, row.sequence)
-    return by_token[0]
+    return advantages_k[row_order].repeat_interleave(sizes)
 
 
 def _rewards_of_trained(turns: Sequence[TurnReward], trained: Collection[int]) -> list[float]:
@@ -114,23 +115,23 @@ def _rewards_of_trained(turns: Sequence[TurnReward], trained: Collection[int]) -
 
 def _advantages_and_targets(
     choice: Choice, algorithm: AlgorithmConfig, rewards_k: Tensor, columns: dict[str, Tensor]
-) -> list[Tensor]:
-    """Call an advantage on the rewards of steps, and check what it returns.
+) -> tuple[Tensor, Tensor | None]:
+    """Call an advantage on the rewards of steps, and check its result.
 
-    Returns the advantages and, where it has a critic, the critic's targets, float64 [k] each; a
-    single number is that of every step. Raises ConfigError as `checked`.
+    Returns the advantages and a critic's targets, float64 [k]; None without a critic. A single
+    number holds for every step. Raises ConfigError as `checked`.
     """
     returned: Any = choice(rewards_t=rewards_k, **columns)
     if not isinstance(returned, tuple):
         returned = (returned,)
     inputs = [rewards_k]
     inputs.extend(columns.values())
-    result = []
+    results = []
     for values_k in returned:
         if isinstance(values_k, Tensor) and values_k.dim() == 0:
             values_k = values_k.expand_as(rewards_k)
-        result.append(checked(f"advantage={algorithm.advantage}", values_k, inputs))
-    return result
+        results.append(checked(f"advantage={algorithm.advantage}", values_k, inputs))
+    return results[0], results[1] if len(results) > 1 else None
 
 
 def at_sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:

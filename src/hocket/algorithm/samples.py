@@ -70,6 +70,7 @@ def shape(
         env_weight: the weight of the environment's rewards in a score.
         pass_reward: the reward function whose mean is the prompt's pass rate; "": none.
     """
+    # With a KL in the rewards, or with whitening over all tokens, equal rewards have advantages.
     needs_spread = (
         _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
     )
@@ -139,7 +140,7 @@ def are_equal(rewards: Sequence[float]) -> bool:
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
     """Compute the penalty for a rollout's longest turn, from 0 to 1 (arXiv 2503.14476).
 
-    It is 0 up to the last `overlong_share` of `max_tokens`, and grows linearly from there.
+    It is 0 until the last `overlong_share` of `max_tokens` begins, and grows linearly in it.
     """
     if not overlong_share:
         return 0.0
@@ -149,8 +150,8 @@ def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -
         if not sizes:  # the sequence is one turn
             sizes = [sequence.mask.count(True)]
         longest = max(longest, max(sizes))
-    last = overlong_share * max_tokens
-    return min(max(longest - (max_tokens - last), 0.0) / last, 1.0)
+    stretch = overlong_share * max_tokens  # the last tokens, over which the penalty grows
+    return min(max(longest - (max_tokens - stretch), 0.0) / stretch, 1.0)
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
@@ -167,10 +168,11 @@ def _has_trained_sequence(rollout: Rollout, algorithm: AlgorithmConfig) -> bool:
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
     """Check whether the trainer must measure a sequence.
 
-    Those that are trained, and, with a KL in the reward, those that only count in a baseline.
+    It measures what is trained. A sequence that is not trained may still have a part in the
+    baseline of its group: with a KL in the rewards, its KL is measured.
     """
-    in_baseline = algorithm.kl_in != "loss" and _compares(algorithm)
-    return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
+    kl_in_baseline = algorithm.kl_in != "loss" and _compares(algorithm)
+    return any(sequence.mask) and (kl_in_baseline or is_trained(sequence, algorithm))
 
 
 def _compares(algorithm: AlgorithmConfig) -> bool:
@@ -282,19 +284,16 @@ def _penalised(
     """
     rows = []
     rewards = [item.reward for item in scored]
-    num_sequences = 0
+    measured_in_order = iter(measured)
     for owner, item in enumerate(scored):
-        sequences = item.rollout.sequences
-        turns_of_sequences = item.turns or [()] * len(sequences)
-        for name, sequence, turns in zip(
-            item.rollout.sequence_ids, sequences, turns_of_sequences, strict=True
-        ):
-            columns = dict(measured[num_sequences]) if measured else {}
-            num_sequences += 1
+        ids = item.rollout.sequence_ids
+        for number, sequence in enumerate(item.rollout.sequences):
+            columns = dict(next(measured_in_order)) if measured else {}
             kl_n = _kl_in_reward(sequence, columns, algorithm)
             rewards[owner] -= kl_coef * float(kl_n.sum())
             if is_trained(sequence, algorithm):
-                rows.append(TrainedSequence(owner, name, sequence, columns, kl_n, turns))
+                turns = item.turns[number] if item.turns else ()
+                rows.append(TrainedSequence(owner, ids[number], sequence, columns, kl_n, turns))
     return rows, rewards
 
 

@@ -7,7 +7,6 @@ requested again, from another one.
 import asyncio
 import dataclasses
 import itertools
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +29,11 @@ from hocket.protocol import (
 )
 from hocket.types import Image, TokenIds
 
-WINDOW_S = 0.002  # seconds for which a turn waits for others to share its request
-DOUBLES = 8  # requests in flight on the least busy server that double this time
-MAX_DOUBLINGS = 9  # limit of the doublings: the time ends at a second
+# A turn waits for others to share its request: this many seconds while a server is idle, and twice
+# as long for every DOUBLES requests in flight on the least busy server, up to about a second.
+WINDOW_S = 0.002
+DOUBLES = 8
+MAX_DOUBLINGS = 9
 MAX_TURNS = MAX_PROMPTS  # turns in one request
 
 
@@ -47,7 +48,7 @@ class Turn:
     group: str  # name of the group, whose turns share a prefix and so go to one server
     place: str  # name for messages: "step 12/5/0 (prompt gsm8k:1042)"
     images: tuple[Image, ...] = ()
-    begun: int = 0  # number of the last tokens that the model sampled in this turn already
+    begun: int = 0  # number of tokens at the prompt's end that belong to this turn already
     answer: "asyncio.Future[Completion]" = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -73,18 +74,18 @@ class Turn:
         if not self.images or server_ids == tuple(self.token_ids):
             return
         pairs = itertools.zip_longest(self.token_ids, server_ids)
-        place, (ours, theirs) = next(
-            (place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]
-        )
-        message = (
-            f"{url}/generate read another prompt of {self.place}: token {place} is {theirs}, "
-            f"here {ours}; do both sides have the same model folder, with the same processor?"
-        )
-        raise ServerError(message, code="protocol")
+        for place, (ours, theirs) in enumerate(pairs):
+            if ours != theirs:
+                message = (
+                    f"{url}/generate read another prompt of {self.place}: token {place} is "
+                    f"{theirs}, here {ours}; do both sides have the same model folder, with the "
+                    "same processor?"
+                )
+                raise ServerError(message, code="protocol")
 
 
 class _Kind(NamedTuple):
-    """The properties that the turns of one request share."""
+    """What the turns of one request have in common."""
 
     member: Member
     sampling: SamplingParams
@@ -118,8 +119,8 @@ class Batcher:
         self._tools = tools
         self._waiting: list[Turn] = []
         self._requests = Counter[Member]()  # number of requests in flight on each server
-        # For each batch, by its deadline, and each group: the server that has its prefix cached,
-        # and the tokens of its first turns.
+        # By batch, of which each has a deadline of its own, and by group: the server that has the
+        # group's prefix cached, and the number of tokens of its first turns.
         self._homes = WeakKeyDictionary[Deadline, dict[str, tuple[Member, int]]]()
 
     async def ask(self, turn: Turn) -> Completion:
@@ -130,11 +131,11 @@ class Batcher:
                 failed while they generated it.
         """
         with self._pool.waiting(turn.deadline):
-            self._wait([turn])
+            self._enqueue([turn])
             return await turn.answer
 
-    def _wait(self, turns: Iterable[Turn]) -> None:
-        """Let turns wait for the next requests. The first one that waits starts the clock."""
+    def _enqueue(self, turns: Iterable[Turn]) -> None:
+        """Have turns wait for the next requests. The first one that waits starts the clock."""
         if not self._waiting:
             self._pool.start(self._dispatch())
         self._waiting += turns
@@ -152,7 +153,7 @@ class Batcher:
                 self._pool.start(self._request(member, part))
         except Exception as error:  # noqa: BLE001 - every episode that waits raises it
             _fail(self._waiting, error)
-        self._waiting = []
+        self._waiting = []  # no other turn has come since wait_up: nothing is awaited in between
 
     def _window_s(self) -> float:
         fewest = min((self._requests[member] for member in self._pool.up), default=0)
@@ -201,33 +202,33 @@ class Batcher:
         """
         deadline, name = group
         homes = self._homes.setdefault(deadline, {})
-        member = min(load, key=load.__getitem__)
-        home, first_size = homes.get(name, (member, size))
-        if load.get(home, math.inf) - load[member] <= first_size:
-            member = home
-        homes[name] = member, first_size
-        return member
+        idlest = min(load, key=load.__getitem__)
+        home, first_size = homes.get(name, (idlest, size))
+        if home not in load or load[home] - load[idlest] > first_size:
+            home = idlest
+        homes[name] = home, first_size
+        return home
 
     # Requests
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server generate turns. Those that it loses wait again."""
-        todo = dict.fromkeys(turns)  # a set that keeps the order
+        todo = dict.fromkeys(turns)  # the turns without an answer: a set that keeps the order
         start = time.perf_counter()
         self._requests[member] += 1
         member.in_flight += sum(turn.tokens for turn in todo)
         try:
-            await self._pool.watched(member, self._play(member, turns, todo))
+            await self._pool.watched(member, self._generate(member, turns, todo))
         except ServerError as error:
             if turns[0].deadline.over:
                 _fail(todo, error)
             elif self._pool.loses(member, error):
                 for turn in todo:
                     _count_loss(turn, error)
-                self._wait(todo)
+                self._enqueue(todo)
             elif error.outcome is ErrorOutcome.AGAIN:
                 await asyncio.sleep(POLL_S)
-                self._wait(todo)
+                self._enqueue(todo)
             else:
                 _fail(todo, error)
         except Exception as error:  # noqa: BLE001 - every episode whose turn it was raises it
@@ -237,8 +238,10 @@ class Batcher:
             self._requests[member] -= 1
             member.in_flight -= sum(turn.tokens for turn in todo)
 
-    async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
-        """Answer turns as completions come, and take them out of `todo`."""
+    async def _generate(
+        self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]
+    ) -> None:
+        """Answer turns as completions come, and take them out of `todo` and the server's load."""
         prompts = _by_prompt(turns)
         first_turns = [samples[0] for samples in prompts]
         request = GenerateRequest(
@@ -265,15 +268,16 @@ class Batcher:
 
 
 def _by_prompt(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Gather the turns with equal prompts: each prompt of a request has up to MAX_SAMPLES."""
-    prompts: dict[tuple[bytes, int, int], list[Turn]] = defaultdict(list)
-    counts = Counter[tuple[bytes, int]]()
+    """Gather the turns with equal prompts, up to MAX_SAMPLES for each prompt of a request."""
+    prompts: list[list[Turn]] = []
+    last_of: dict[tuple[bytes, int], list[Turn]] = {}  # the list that is being filled
     for turn in turns:
-        prompt = turn.token_ids.tobytes(), turn.begun
-        token_bytes, begun = prompt
-        prompts[token_bytes, begun, counts[prompt] // MAX_SAMPLES].append(turn)
-        counts[prompt] += 1
-    return list(prompts.values())
+        key = turn.token_ids.tobytes(), turn.begun
+        if key not in last_of or len(last_of[key]) == MAX_SAMPLES:
+            last_of[key] = []
+            prompts.append(last_of[key])
+        last_of[key].append(turn)
+    return prompts
 
 
 def _count_loss(turn: Turn, error: ServerError) -> None:

@@ -71,10 +71,6 @@ async def _health(member: Member) -> Health:
     return await member.server.health(timeout_s=LOOK_S)
 
 
-async def _release_nothing() -> None:
-    """Do nothing: without a trainer's id no server is claimed."""
-
-
 @dataclasses.dataclass(eq=False)
 class ServerPool:
     """The servers of a run. Use it by `async with`.
@@ -96,8 +92,9 @@ class ServerPool:
     trainer: dataclasses.InitVar[str | None] = None  # id of this trainer, sent with every request
     silence_s: float = 60.0  # seconds without an answer of /health after which a server is lost
     start_timeout_s: float = 600.0  # seconds without any server after which the run is given up
-    on_wait: Callable[[str, float], None] = lambda message, seconds: None
-    say: Callable[[str], None] = lambda line: None
+    # Called again and again while no server is up, with the reason and the seconds waited so far.
+    on_wait: Callable[[str, float], None] = lambda message, waited_s: None
+    say: Callable[[str], None] = lambda line: None  # prints a line
 
     def __post_init__(self, urls: Sequence[str], token: str | None, trainer: str | None) -> None:
         self._client = functools.partial(ServerClient, token=token, trainer=trainer)
@@ -105,9 +102,10 @@ class ServerPool:
         # Whether the settings name each server. Then a server that can't be used is a mistake.
         self.is_listed = True
         self.not_found = ""  # why discovery names no server, for messages
-        # Others replace these four: take_over.py the first two, commands/parts.py the last two.
+        # Hooks: take_over.py replaces the first two, commands/parts.py the last two.
         self.look: Look = _health
-        self.release: Callable[[], Awaitable[None]] = _release_nothing  # frees servers for others
+        # Ends the pool's work, and frees servers that a trainer has claimed.
+        self.release: Callable[[], Awaitable[None]] = self.cancel_tasks
         self.bring_up: BringUp = self._with_their_weights
         self.on_change: Callable[[], None] = lambda: None  # called when a server is lost or joins
         self._repeated: list[tuple[float, Callable[[], Awaitable[None]]]] = []
@@ -126,9 +124,7 @@ class ServerPool:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        while self._tasks:  # a task that ends may start another
-            await cancel(list(self._tasks))
-            await asyncio.sleep(0)  # lets their callbacks discard them
+        await self.cancel_tasks()
         for member in self.members:
             await member.server.close()
 
@@ -140,6 +136,12 @@ class ServerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def cancel_tasks(self) -> None:
+        """Cancel the tasks of `start` and `repeat`, and wait until they have ended."""
+        while self._tasks:  # a task that ends may start another
+            await cancel(list(self._tasks))
+            await asyncio.sleep(0)  # lets their callbacks discard them
 
     def repeat(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         """Repeat work while the pool is open, with a pause of so many seconds."""
@@ -254,9 +256,11 @@ class ServerPool:
         answers = await asyncio.gather(*map(self._ask, due))
         well: dict[Member, Health] = {}
         for member, answer in zip(due, answers, strict=True):
+            if member.state is not State.JOINING:
+                continue  # something marked it lost meanwhile
             if isinstance(answer, ServerError):
-                self._leave_out(member, answer)
-            elif self._is_well(member, answer):
+                self._set_aside(member, answer)
+            elif self._admits(member, answer):
                 well[member] = answer
         if well:
             await self._bring_up(well)
@@ -274,14 +278,16 @@ class ServerPool:
     def _rest(self, member: Member, *, since: float) -> None:
         """Set the next look at a server that was looked at from `since` (time.monotonic) to now.
 
-        The pause keeps looks to a tenth of the time, as the servers that work wait meanwhile.
+        While others work, the pause is ten times as long as the look was, as they wait for looks.
         """
         now = time.monotonic()
-        share = 1.0 if self._is_down else LOOKING_SHARE
-        member.next_look = now + max(POLL_S, (now - since) / share)
+        pause = now - since
+        if not self._is_down:
+            pause /= LOOKING_SHARE
+        member.next_look = now + max(POLL_S, pause)
 
-    def _is_well(self, member: Member, health: Health) -> bool:
-        """Check whether a server that answers can be brought up.
+    def _admits(self, member: Member, health: Health) -> bool:
+        """Note the answer of a server; return whether it can be brought up.
 
         If it can't, the server is moved to the state that says why not.
         """
@@ -289,7 +295,7 @@ class ServerPool:
         for other in self.members:
             if other.session == health.session:
                 error = ServerError(f"it is {other.url} under another name", code="same_server")
-                self._leave_out(member, error)
+                self._set_aside(member, error)
                 return False
 
         member.session = health.session
@@ -306,6 +312,7 @@ class ServerPool:
         try:
             await self.bring_up(healths)
         except (ServerError, SyncError) as error:
+            # Which one has failed shows once each is brought up alone.
             for member in healths:
                 if member.is_up:  # it took the weights, but not all checks have passed
                     self._move(member, State.JOINING, str(error))
@@ -313,7 +320,7 @@ class ServerPool:
                 if member.state is not State.JOINING:
                     continue
                 if len(healths) == 1:
-                    self._leave_out(member, error)
+                    self._set_aside(member, error)
                 else:
                     await self._bring_up({member: health})
         finally:
@@ -325,19 +332,21 @@ class ServerPool:
         for member, health in healths.items():
             self.mark_up(member, health)
 
-    def _leave_out(self, member: Member, error: ServerError | SyncError) -> None:
+    def _set_aside(self, member: Member, error: ServerError | SyncError) -> None:
         """Note why a server can't be used. Where waiting won't help, say it once or end the run."""
         if isinstance(error, SyncError):
             ends_run = not self.up
         elif error.foreign:
             ends_run = self.is_listed  # one that is discovered may be another run's
         elif error.code in ("protocol", "same_server"):
-            # A proxy answers 5xx while a server starts, and anything while one starts again
+            # A proxy answers 5xx while a server starts, and anything while one starts again.
             is_only_one = self.is_listed and len(self.members) == 1 and member.health is None
             ends_run = is_only_one and error.status in (None, 404)
+        elif error.code == "unreachable":
+            self._move(member, State.WAITING, "nothing answers there yet")
+            return
         else:
-            absent = error.code == "unreachable"
-            self._move(member, State.WAITING, "nothing answers there yet" if absent else str(error))
+            self._move(member, State.WAITING, str(error))
             return
 
         self._move(member, State.LEFT_OUT, str(error))
@@ -351,7 +360,10 @@ class ServerPool:
     # Servers at work
 
     def mark_up(self, member: Member, answer: Health | ReloadResponse) -> None:
-        """Give work to a server that holds the current weights, unless it was lost meanwhile."""
+        """Have a server that holds the current weights work from now on, or go on.
+
+        One that was lost meanwhile stays as it is.
+        """
         if member.state is State.JOINING:
             self._move(member, State.UP)
         if member.is_up:

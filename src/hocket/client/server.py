@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 20  # bytes that are read from the disk at once
 # Bytes of all images in a request: it may have 64 MiB, and base64 makes them a third longer.
 IMAGE_BYTES = 40 << 20
 JSON = {"Content-Type": "application/json"}  # vLLM's routes require this header
-_OTHER = "if another program is there, correct the URL, else start this version"
+_NOT_HOCKET = "if another program is there, correct the URL, else start this version"
 
 
 class ServerClient(AbstractAsyncContextManager["ServerClient"]):
@@ -135,6 +135,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             return _parse(answer, response)
 
     def _signed(self, request: R) -> R:
+        """Put the trainer's id into a request."""
         return request.model_copy(update={"trainer": self._trainer})
 
     @asynccontextmanager
@@ -153,7 +154,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             cause = " ".join(redacted(str(error))[:200].split())
             message = (
                 f"{self.url}{route} answered what no hocket server of this version does: "
-                f"{cause}; {_OTHER}"
+                f"{cause}; {_NOT_HOCKET}"
             )
             raise ServerError(message, code="protocol") from error
         except RuntimeError as error:
@@ -191,7 +192,7 @@ def _raise_for_error(response: httpx.Response) -> None:
         message = _text(error)
         code = error.code
     except pydantic.ValidationError:
-        message = f"{redacted(response.text)[:200]!r}; {_OTHER}"
+        message = f"{redacted(response.text)[:200]!r}; {_NOT_HOCKET}"
         code = "body_too_large" if status == 413 else "protocol"  # 413 comes from a proxy between
     if status == 401:
         message = "it has a token: set the same server.token here, or $HOCKET_TOKEN"

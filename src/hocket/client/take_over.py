@@ -5,7 +5,6 @@ The first look claims a server, and heartbeats keep it.
 
 import asyncio
 import dataclasses
-import functools
 
 from hocket.client.member import Member, State
 from hocket.client.pool import LOOK_S, ServerPool
@@ -25,7 +24,7 @@ def claim(pool: ServerPool, trainer: str, *, take_over: bool) -> None:
     claims = Claims(pool, trainer, take_over)
     pool.look = claims.look
     pool.repeat(BEAT_S, claims.beat_all)
-    pool.release = functools.partial(claims.beat_all, leaving=True)
+    pool.release = claims.release
 
 
 @dataclasses.dataclass
@@ -36,7 +35,8 @@ class Claims:
     trainer: str  # the trainer's id
     take_over: bool
     _held: set[Member] = dataclasses.field(default_factory=set)  # servers claimed at some time
-    _failing: set[Member] = dataclasses.field(default_factory=set)  # servers reported as failing
+    # Servers that took no heartbeat, which is said once.
+    _reported: set[Member] = dataclasses.field(default_factory=set)
 
     async def look(self, member: Member) -> Health:
         """Claim a server. Raises ServerError where another trainer has it.
@@ -48,23 +48,33 @@ class Claims:
         self._held.add(member)
         return health
 
-    async def beat_all(self, *, leaving: bool = False) -> None:
+    async def beat_all(self) -> None:
         """Send the servers a heartbeat, so that no other trainer gets them.
 
         The run goes on where that fails.
         """
         self._held.intersection_update(self.pool.members)  # some may have left the pool
         held = [member for member in self._held if member.state is not State.LEFT_OUT]
-        await asyncio.gather(*(self._keep(member, leaving) for member in held))
+        await asyncio.gather(*map(self._keep, held))
 
-    async def _keep(self, member: Member, leaving: bool) -> None:
+    async def _keep(self, member: Member) -> None:
         try:
-            member.health = await self._beat(member, leaving=leaving)
+            member.health = await self._beat(member)
         except Exception as error:  # noqa: BLE001 - requests will show what it means for the run
-            if member.is_up and not leaving and member not in self._failing:
-                self._failing.add(member)
+            if member.is_up and member not in self._reported:
+                self._reported.add(member)
                 risk = "after a minute without heartbeats another trainer may have it"
                 self.pool.say(f"server {member.url} took no heartbeat ({risk}): {error}")
+
+    async def release(self) -> None:
+        """End the pool's work, and free its servers for other trainers.
+
+        Servers that are left out, or whose first look was broken off, may be claimed, too. One that
+        can't be reached is free after a minute.
+        """
+        await self.pool.cancel_tasks()  # a heartbeat or a request would claim a server again
+        beats = [self._beat(member, leaving=True) for member in self.pool.members]
+        await asyncio.gather(*beats, return_exceptions=True)
 
     async def _beat(
         self, member: Member, *, take_over: bool = False, leaving: bool = False

@@ -30,7 +30,7 @@ from hocket.trainer import checkpoints
 
 DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command -> config file
 GPUS_PER_NODE = 8
-WHOLE = (0, 3)  # exit statuses of a run that has taken all its steps
+WHOLE = (0, 3)  # exit statuses of a run that has taken all its steps; 3 is runs.NO_UPDATE
 # Read as torch is imported. Segments that grow fit micro-batches, whose lengths differ.
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 SAMPLES = (
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
             if entry.trains:
                 os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
             if entry.checkpoints:
-                args.newest = _newest(args.config.run_dir)
+                args.newest_before = _newest(args.config.run_dir)
         status = entry.run(args) or 0
     except KeyboardInterrupt:
         if speaks:
@@ -83,12 +83,14 @@ def main(argv: Sequence[str]) -> int:
             print(redacted(traceback.format_exc()), file=sys.stderr)
         print(redacted(f"error: {_sentence(error)}"), file=sys.stderr)
         if isinstance(error, ConfigError):
-            # If there is a new checkpoint, another process has made it: the folder's owner.
+            # If there is a new checkpoint, it is of another process, which owns the folder.
             return 1
         status = 1
-    is_broken_off = status not in WHOLE and "newest" in args
-    if is_broken_off and speaks and _newest(args.config.run_dir) not in (None, args.newest):
-        print(redacted(f"checkpointed{_how_to_go_on(args)}"), file=sys.stderr)
+    is_broken_off = status not in WHOLE and "newest_before" in args
+    if is_broken_off and speaks:
+        newest = _newest(args.config.run_dir)
+        if newest not in (None, args.newest_before):
+            print(redacted(f"checkpointed{_how_to_go_on(args)}"), file=sys.stderr)
     return status
 
 
@@ -110,7 +112,7 @@ def _newest(run_dir: Path) -> Path | None:
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
     """Name the command that resumes the run, as the end of a sentence; "" before it has begun."""
-    if "newest" not in args:  # the config was being read
+    if "newest_before" not in args:  # the config was being read, or the command writes none
         return ""
     where = _newest(args.config.run_dir) or "the start, as there is no checkpoint yet"
     words = [word for word in args.arguments if not word.startswith("checkpoint.resume=")]
@@ -155,6 +157,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # The command that was typed; options may stand before it. A .py file is a user's command.
     typed = next((word for word in argv if word in COMMANDS.names or word.endswith(".py")), "")
+    # hocket.COMMANDS is the help, COMMANDS the registry; run.py itself has install and test.
     for name, text in hocket.COMMANDS.items():
         if name in COMMANDS.names:
             subparser = commands.add_parser(name, help=text, description=text)
@@ -173,8 +176,8 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
         parser.epilog = EPILOG
     for names, keywords in entry.options:
         parser.add_argument(*names, **keywords)
-    names, keywords = TRACEBACKS
-    parser.add_argument(*names, **keywords)
+    advice = "with an error, show where in the code it arose"
+    parser.add_argument("--traceback", action="store_true", help=advice)
     parser.set_defaults(command=name, entry=entry)
 
 
@@ -191,13 +194,8 @@ def _command_of_file(path: str) -> str:
 
 
 def _page(name: str, content: Callable[[], str], help: str) -> Option:
-    """Describe an option that has `config` print a page in place of the settings."""
+    """Describe an option of `config`, which then prints a page in place of the settings."""
     return option(name, dest="page", action="store_const", const=content, help=help)
-
-
-TRACEBACKS = option(
-    "--traceback", action="store_true", help="with an error, show where in the code it arose"
-)
 
 
 @command("quickstart", SETTINGS, checkpoints=True)
@@ -307,7 +305,7 @@ def _rollout(args: argparse.Namespace) -> None:
 )
 def _generate(args: argparse.Namespace) -> None:
     from hocket.client.server import ServerClient
-    from hocket.commands.parts import Servers
+    from hocket.commands.servers import Servers
     from hocket.protocol import (
         ChatMessage,
         GenerateRequest,
@@ -375,24 +373,21 @@ def _eval(args: argparse.Namespace) -> None:
     ),
 )
 def _reward_test(args: argparse.Namespace) -> int:
-    from hocket.commands.runs import score_samples
+    from hocket.commands.reward_samples import score_samples
 
     return score_samples(args.config, args.samples, args.against)
 
 
-_REFERENCE = _page(
-    "--reference", config_module.reference, "print every key with default and meaning"
+@command(
+    "config",
+    SETTINGS,
+    _page("--reference", config_module.reference, "print every key with default and meaning"),
+    _page("--metrics", metrics.reference, "print every metric with meaning and healthy range"),
+    _page("--files", rows.reference, "print every key of a run folder's files"),
+    _page(
+        "--presets", config_module.preset_table, "print the settings of every published algorithm"
+    ),
 )
-_METRICS = _page(
-    "--metrics", metrics.reference, "print every metric with meaning and healthy range"
-)
-_FILES = _page("--files", rows.reference, "print every key of a run folder's files")
-_PRESETS = _page(
-    "--presets", config_module.preset_table, "print the settings of every published algorithm"
-)
-
-
-@command("config", SETTINGS, _REFERENCE, _METRICS, _FILES, _PRESETS)
 def _config(args: argparse.Namespace) -> None:
     if args.page:
         print(args.page())

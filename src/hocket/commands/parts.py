@@ -6,7 +6,7 @@
 | `Parts.load`      | `LoadedPrompts`                        | the sources                         |
 | `own_server`      | a server, if the command starts one    | before the trainer takes GPU memory |
 | `Parts.trainer`   | the trainer                            | `LoadedPrompts.needed` must fit     |
-| `Servers.pool`    | the pool, which sends no request yet   | the config                          |
+| `servers.pool`    | the pool, which sends no request yet   | the config                          |
 | `Parts.publisher` | the publisher of weights to servers    | trainer, pool                       |
 | runs.py           | checkpoints; the last one is restored  | trainer, stream, publisher          |
 | `Parts.join`      | the run parts beside the loop          | all above                           |
@@ -16,41 +16,37 @@
 A stage takes the earlier ones as arguments, so that none can be made too early. All are frozen,
 except for trainer, pool, publisher and checkpoints, which have states of their own.
 
-Some of these four call each other, or the run parts. This file sets these hooks, and no other does:
-`publisher` sets `Publisher.trainer_turn` and `ServerPool.bring_up` (in a command without a trainer,
-`servers_as_they_are` sets the latter); `join` sets `Publisher.parts`, `ServerPool.on_change` and
-`Checkpoints.after`.
+Some of these four call each other, or the run parts, by hooks that this file alone sets:
+- `publisher`: `Publisher.trainer_turn` and `ServerPool.bring_up`
+- `servers_as_they_are`, in a command without a trainer: `ServerPool.bring_up`
+- `join`: `Publisher.parts`, `ServerPool.on_change` and `Checkpoints.after`
 """
 
 import dataclasses
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.client.discover import find_servers, follow
 from hocket.client.member import Member
 from hocket.client.pool import ServerPool
-from hocket.client.server import ServerClient
-from hocket.client.take_over import claim
 from hocket.commands import sources
+from hocket.commands.servers import Servers, refuse_other, refuse_other_model
 from hocket.commands.sources import HeldOutPrompts, PromptSource, RewardNames
-from hocket.config import Config, SourceSettings
+from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
-from hocket.data.mixture import MixedStream, unlike
+from hocket.data.mixture import MixedStream, Stream, drop_held_out
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
-from hocket.errors import ConfigError, ServerError, program
+from hocket.errors import ConfigError
 from hocket.launch import Child, stop, visible_gpus
 from hocket.observe.console import SHORT, Console
-from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health
-from hocket.protocol.manifest import model_shapes
-from hocket.rewards.scorer import RewardCalls, RewardScorer
+from hocket.rewards.scorer import RewardCalls, RewardScorer, Scorer
 from hocket.rollout.collect import Play, Slot
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
@@ -58,7 +54,7 @@ from hocket.rollout.replay import Replay
 from hocket.run_part import Joined, RunPart, joining
 from hocket.sync.disk import DiskTransport
 from hocket.sync.publish import Publisher
-from hocket.sync.share_gpu import put_to_sleep, shared_gpu
+from hocket.sync.share_gpu import shared_gpu
 from hocket.sync.transports import Sending, Transport, chosen_transport
 from hocket.sync.versions import Versions
 from hocket.trainer.checkpoints import Saved
@@ -74,94 +70,13 @@ NO_ROWS = (
 )
 
 
-def no_rewards(source: SourceSettings) -> Iterable[str]:
-    """List no reward: the command scores nothing."""
-    return ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Servers:
-    """The servers that a config names, or that a command would start for it."""
-
-    config: Config
-
-    async def urls(self) -> Sequence[str]:
-        """Look up the servers' base URLs. Raises ServerError where server.discover has none."""
-        where = self.config.server.discover
-        return self.config.server_urls if where is None else await find_servers(where)
-
-    async def up(self, say: Callable[[str], None]) -> list[str]:
-        """List the URLs at which a server answers; print a line for each at which none does."""
-        answering: list[str] = []
-        try:
-            urls = await self.urls()
-        except ServerError as error:  # server.discover has no server yet
-            say(str(error))
-            return answering
-        for url in urls:
-            async with ServerClient(url, token=self.config.token) as server:
-                try:
-                    await server.health()
-                except ServerError as error:
-                    # Any other code comes from something that listens, maybe another program.
-                    if error.code != "unreachable":
-                        raise
-                    say(f"no server answers at {url} yet; start one with: {program()} serve CONFIG")
-                else:
-                    answering.append(url)
-        return answering
-
-    async def answer(self) -> bool:
-        """Check whether the config names servers, or one answers where a command would start it."""
-        return self.config.names_servers or bool(await self.up(lambda line: None))
-
-    async def clear_gpu(self, **callbacks: Callable[..., None]) -> None:
-        """Wait for a server that may be on this GPU, before any rank takes memory.
-
-        vLLM counts memory that others allocate while it starts as its own, and makes its KV cache
-        smaller by that much. With launch.share_gpu the server is then put to sleep.
-        `callbacks` are those of `pool`.
-        """
-        config = self.config
-        shares = config.launch.share_gpu
-        may_be_here = bool(visible_gpus()) and not config.gpus_apart
-        if shares or (config.pipeline.replay is None and may_be_here):
-            async with self.pool(trainer_id(config.run_dir), **callbacks) as servers:
-                await servers.wait_up()
-                if shares:
-                    await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
-
-    def pool(self, trainer: str | None = None, **callbacks: Callable[..., None]) -> ServerPool:
-        """Make the pool of the servers.
-
-        Args:
-            trainer: The id under which a run claims the servers; None in a command that only
-                sends requests.
-            callbacks: `on_wait` and `say` of `ServerPool`.
-        """
-        server = self.config.server
-        pool = ServerPool(
-            self.config.server_urls,
-            token=self.config.token,
-            trainer=trainer,
-            silence_s=server.silence_s,
-            start_timeout_s=server.start_timeout_s,
-            **callbacks,
-        )
-        if server.discover is not None:
-            follow(pool, partial(find_servers, server.discover))
-        if trainer is not None:
-            claim(pool, trainer, take_over=self.config.sync.take_over)
-        return pool
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedPrompts:
     """The prompts of a run."""
 
     training: Mapping[str, Prompts]  # the prompts to train on, by source
     held_out: Sequence[Prompt]  # the prompts of the evaluation
-    stream: PromptStream  # draws prompts from `training`
+    stream: Stream  # draws prompts from `training`
     needed: int  # tokens of the longest training prompt with a completion
 
 
@@ -193,14 +108,14 @@ class Parts(AbstractContextManager["Parts"]):
         cls,
         config: Config,
         console: Console,
-        rewards: RewardNames = no_rewards,
+        rewards: RewardNames = lambda source: (),
         *,
         trains: bool = True,
     ) -> "Parts":
         """Make the parts that need neither servers nor a trainer.
 
         Args:
-            rewards: Lists the rewards of a source that the command calls.
+            rewards: Lists the rewards of a source that the command calls; by default none.
             trains: Whether a trainer will be made.
 
         Raises:
@@ -215,17 +130,17 @@ class Parts(AbstractContextManager["Parts"]):
                 tokenizer = model_folder.examine(config.model)
             else:
                 tokenizer = tokenizers.load(config.model.path)
-            longest = tokenizers.longest_sequence(config.model, config.trainer)
+            longest, limit = tokenizers.longest_sequence(config.model, config.trainer)
             by_name = {}
             for name, settings in config.sources.items():
-                by_name[name] = PromptSource(settings, config, tokenizer, longest, console)
+                by_name[name] = PromptSource(settings, config, tokenizer, (longest, limit), console)
             return cls(
                 config=config,
                 console=console,
                 servers=Servers(config),
                 calls=calls,
                 tokenizer=tokenizer,
-                longest=longest[0],
+                longest=longest,
                 sources=by_name,
                 stack=stack.pop_all(),
             )
@@ -302,14 +217,14 @@ class Parts(AbstractContextManager["Parts"]):
         if compare or excludes:
             evaluated = self.held_out()
             held_out = evaluated.prompts
-            training = unlike(training, evaluated.keys, excludes, say)
+            training = drop_held_out(training, evaluated.keys, excludes, say)
 
         # One stream of draws over all sources.
         streams = dict[str, PromptStream]()
         for name, prompts in training.items():
             streams[name] = self.sources[name].stream(prompts, shares[name])
         if is_mixture:
-            stream: PromptStream = MixedStream(streams, weights, self.config.trainer.seed)
+            stream: Stream = MixedStream(streams, weights, self.config.trainer.seed)
         else:
             stream = streams[""]
         return LoadedPrompts(training=training, held_out=held_out, stream=stream, needed=needed)
@@ -349,42 +264,7 @@ class Parts(AbstractContextManager["Parts"]):
         """
         envs = {source.settings.env.name for source in self.sources.values()}
         length = needed if envs == {"single_turn"} else self.longest_episode(trainer)
-        return partial(self._check_server, length)
-
-    def _check_server(self, length: int, health: Health) -> None:
-        """Raise ServerError for a server that can't take this run's weights or prompts."""
-        config = self.config
-        model = config.model
-
-        def compare(trait: str, theirs: object, ours: object, setting: str) -> None:
-            if theirs != ours:
-                fact = f"the server, of {health.model}, has the {trait} {theirs}, this run {ours}"
-                advice = f"start both with the same {setting}"
-                raise ServerError(f"{fact}: {advice}", code="other_model")
-
-        # Random weights have no files to read an architecture from. The server compares it when it
-        # loads the first version.
-        if model.random_init:
-            architecture = health.architecture
-        else:
-            architecture = model_shapes(model.path).architecture
-        compare("architecture", health.architecture, architecture, "model.path")
-
-        fingerprint = tokenizers.fingerprint(self.tokenizer)
-        compare("tokenizer", health.tokenizer_sha256, fingerprint, "model.path")
-
-        # Files get to the server through a folder that both see, unless they are uploaded.
-        if config.sync.transport != "nccl" and not config.sync.upload:
-            root = str(config.sync_root.resolve())
-            setting = "sync.root, or set sync.upload=true"
-            compare("root of versions", health.root, root, setting)
-
-        # The server may have more of these than the run needs, but not less.
-        max_length = min(health.max_length, length)
-        compare("longest sequence", max_length, length, "model.max_length")
-        rank = model.lora.rank if model.lora else 0
-        max_rank = min(health.max_adapter_rank, rank)
-        compare("highest rank of adapters", max_rank, rank, "model.lora")
+        return partial(refuse_other, self.config, self.tokenizer, length)
 
     def held_out(self) -> HeldOutPrompts:
         """Load the held-out prompts of all sources; print a line if there are none."""
@@ -398,28 +278,14 @@ class Parts(AbstractContextManager["Parts"]):
             self.console.say(f"nothing is evaluated: {NO_ROWS}")
         return HeldOutPrompts(prompts, keys)
 
-    def scorer(self) -> RewardScorer:
+    def scorer(self) -> Scorer:
         """Make the scorer of training, by the rewards that each source trains on."""
         return self._scorer(lambda source: source.rewards.functions)
 
-    def rewards_here(self, source: str) -> tuple[list[str], list[str]]:
-        """Split a source's rewards: those that run on this machine, and the async ones.
-
-        Async rewards may call a service elsewhere.
-        """
-        local: list[str] = []
-        remote: list[str] = []
-        for name, reward in self.calls[source].rewards.items():
-            names = remote if reward.runs == "async" else local
-            names.append(name)
-        return local, remote
-
-    def _scorer(self, names: RewardNames) -> RewardScorer:
+    def _scorer(self, names: RewardNames) -> Scorer:
         scorers = {}
         for name, source in self.sources.items():
             scorers[name] = RewardScorer(self.calls[name], names(source.settings))
-        if len(scorers) == 1:
-            return next(iter(scorers.values()))
         return sources.EachScorer(scorers)
 
     def plays(self, servers: ServerPool, longest: int) -> dict[str, Play]:
@@ -433,8 +299,6 @@ class Parts(AbstractContextManager["Parts"]):
 
     def _play(self, plays: Mapping[str, Play], lengths: Mapping[str, int]) -> Play:
         """Make a player that looks up a prompt's source, its player and its tokens per answer."""
-        if lengths == {"": self.config.rollout.max_tokens}:
-            return plays[""]  # nothing to look up
 
         async def play(prompt: Prompt, slot: Slot) -> Rollout:
             sampling = slot.sampling.model_copy(update={"max_tokens": lengths[prompt.source]})
@@ -565,30 +429,21 @@ class Parts(AbstractContextManager["Parts"]):
         Where none answers, start a server of model.path with these arguments.
         Raises ConfigError for a server of another model.
         """
-        config = self.config
-        model = config.model.path
-
-        async def check(health_by_member: Mapping[Member, Health]) -> None:
-            for member, health in health_by_member.items():
-                serves = f"the server at {member.url} serves {health.model}"
-                if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
-                    other = f"whose tokenizer is not that of model.path={model}"
-                    raise ConfigError(f"{serves}, {other}; name the same model")
-                # A server that no setting names is expected to serve model.path itself.
-                is_model = Path(health.model).resolve() == Path(model).resolve()
-                if not config.names_servers and not is_model:
-                    setting = f"server.urls=[{member.url}]"
-                    advice = f"to measure that one set {setting}, else another server.port"
-                    raise ConfigError(f"{serves}, not model.path={model}; {advice}")
-                self.console.say(f"{serves}, version {health.version}")
-                servers.mark_up(member, health)
-
-        if await self.servers.answer():
+        say = self.console.say
+        if await self.servers.expected():
             on_wait: Callable[[str, float], None] = self.console.doing
         else:
             on_wait = self.own_server(arguments)
-        async with self.servers.pool(on_wait=on_wait, say=self.console.say) as servers:
-            servers.bring_up = check
+        async with self.servers.pool(on_wait=on_wait, say=say) as servers:
+
+            async def bring_up(there: Mapping[Member, Health]) -> None:
+                for member, health in there.items():
+                    refuse_other_model(self.config, self.tokenizer, member.url, health)
+                    serves = f"the server at {member.url} serves {health.model}"
+                    say(f"{serves}, version {health.version}")
+                    servers.mark_up(member, health)
+
+            servers.bring_up = bring_up
             await servers.wait_up()
             yield servers
 
@@ -606,7 +461,9 @@ class Parts(AbstractContextManager["Parts"]):
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "HOCKET_TOKEN": config.token or "",
         }
-        child = Child(["-m", "hocket", "serve", *arguments], env=env, log=log)
+        command = ["-m", "hocket", "serve"]
+        command += arguments
+        child = Child(command, env=env, log=log)
         self.stack.callback(stop, [child])
 
         def on_wait(activity: str, waited_s: float) -> None:

@@ -1,12 +1,10 @@
-"""The commands train, rollout, eval and reward-test."""
+"""The commands train, eval and rollout."""
 
-import asyncio
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -16,31 +14,30 @@ from hocket import run_part
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient, prompt_input
-from hocket.commands.parts import NO_ROWS, LoadedPrompts, Parts, Servers
+from hocket.commands.parts import NO_ROWS, LoadedPrompts, Parts
+from hocket.commands.servers import Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
-from hocket.data.columns import columns_of, sample_of
-from hocket.data.sources import read_rows
-from hocket.errors import ConfigError, DataError, RewardError, SyncError, program
+from hocket.errors import ConfigError, RewardError, SyncError, program
 from hocket.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.rows import DAMAGED, rollout_of, without_format, write_rollouts
+from hocket.observe.rows import write_rollouts
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.protocol import GenerateRequest, Health, SamplingParams
-from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
-from hocket.rewards.scores import agreement
+from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
 from hocket.rollout.transcript import Transcript
 from hocket.run_part import Joined, RunPart
+from hocket.sync.publish import Publisher
 from hocket.sync.transports import chosen_transport
 from hocket.trainer import checkpoints
 from hocket.trainer import choices as trainer_choices
 from hocket.trainer.checkpoints import Checkpoints, Saved
-from hocket.types import Group, Metrics, Prompt, Rollout, Score
+from hocket.types import Group, Metrics, Prompt, Rollout
 
 if TYPE_CHECKING:
     from hocket.algorithm.samples import ScoredGroup
@@ -59,14 +56,8 @@ def train(
 ) -> int:
     """Train, from the newest checkpoint if there is one. Rank 0 runs the loop, the others follow.
 
-    Args:
-        config: The settings of the run.
-        dry_run: Only print what the run would use.
-        serve: Start a server if none answers.
-        on_step: Called after each step; ends the run where it returns True.
-
-    Returns:
-        The exit status: 0, or NO_UPDATE.
+    With `serve` a server is started if none answers. `on_step` is called after each step, and ends
+    the run where it returns True. Returns the exit status: 0, or NO_UPDATE.
     """
     # Faults of the settings show first, on all ranks, before anything is started.
     config.refuse_outside()
@@ -76,7 +67,7 @@ def train(
     run_part.check(config)
     machine.bound_nccl(config.sync.bucket_timeout_s)
     on_gpu = bool(visible_gpus())
-    # All ranks choose the same; config.yaml shows the choice, too.
+    # Replace `auto`, on all ranks by the same; config.yaml shows the choice, too.
     config = config.chosen(on_gpu=on_gpu)
     chosen_transport(config.sync)
     if not on_gpu:
@@ -91,7 +82,7 @@ def _follow(config: Config, dry_run: bool) -> int:
     from hocket.trainer.trainer import Trainer
 
     if not dry_run:
-        tasks.run(Servers(config).clear_gpu())
+        tasks.run(Servers(config).wait_for_gpu())
     Trainer(config).follow()
     return 0
 
@@ -106,7 +97,8 @@ def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
             stack.callback(stop, [page_of(config.run_dir, config.observe, config.token)])
         saved = checkpoints.find(config, console.say, dry_run=dry_run)
 
-        # A run whose last step has a checkpoint may have died before it wrote its summary.
+        # A run whose last step has a checkpoint may have died before it wrote its summary: it goes
+        # on, to write it.
         is_done = saved is not None and saved.step >= config.trainer.steps
         if is_done and (config.run_dir / "summary.json").exists():
             steps = f"all {config.trainer.steps} steps are done"
@@ -118,7 +110,7 @@ def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
 
         with tasks.event_loop() as run_there:
             refuse_missing(visible_gpus())
-            loggers.bound(config.observe.loggers)
+            loggers.bind(config.observe.loggers)
             with tasks.starting():
                 parts = Parts.make(config, console, lambda source: source.reward_names)
                 stack.enter_context(parts)
@@ -126,7 +118,11 @@ def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
                 if dry_run:
                     _check(parts, saved, run_there)
                     return 0
-                run = _run(parts, saved, serve, on_step, run_there)
+                try:
+                    run = _run(parts, saved, serve, on_step, run_there)
+                except BaseException:
+                    run_there(parts.servers.release())  # else the next trainer waits for a minute
+                    raise
             summary = run_there(_train(run))
         console.finish(config.run_dir)
         return 0 if summary["updated"] else NO_UPDATE
@@ -193,13 +189,15 @@ async def _try_rewards(parts: Parts, prompt: Prompt) -> bool:
     # After an opening of <think>, an answer without a thought would be taken for the thought.
     if prompt.opening.strip() == "<think>":
         answer.text = f"a thought\n</think>\n\n{answer.text}"
-    local, remote = parts.rewards_here(prompt.source)
-    if remote:
-        say(f"not tried, as an async reward may ask a service: {', '.join(remote)}")
-    if not local:
+    calls = parts.calls[prompt.source]
+    skipped = [name for name, reward in calls.rewards.items() if reward.runs == "async"]
+    names = [name for name in calls.rewards if name not in skipped]
+    if skipped:
+        say(f"not tried, as an async reward may ask a service: {', '.join(skipped)}")
+    if not names:
         return False
     rollout = Rollout(id="check", prompt=prompt, sequences=(answer.sequence(),), reward=0.0)
-    scorer = RewardScorer(parts.calls[prompt.source], local)
+    scorer = RewardScorer(calls, names)
     # The group has two rollouts, as some rewards compare the rollouts of a group.
     score, _ = await scorer.score_group([rollout] * 2)
     kind = "reference" if prompt.answer else "empty"
@@ -215,14 +213,13 @@ async def _try_servers(
 ) -> None:
     """Compare servers with this run, and have each sample a token."""
     config = parts.config
-    sampling = SamplingParams(max_tokens=1, seed=1)
     toolboxes = [source.example.toolbox for source in parts.sources.values()]
     request = GenerateRequest(
         prompts=[prompt_input(prompt.token_ids, prompt.images)],
-        sampling=sampling,
+        sampling=SamplingParams(max_tokens=1, seed=1),
+        # These show whether the server can find tool calls in the model's text.
         tools=next(filter(None, toolboxes), None),
     )
-    # The tools show whether the server can find tool calls in the model's text.
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
             check_server(await server.health())
@@ -237,7 +234,7 @@ async def _train(run: "Run") -> dict[str, Any]:
             summary = await run.train()
             step = run.folder.last_step
             # Where on_step has ended the run, its last step may have no checkpoint yet.
-            if step > run.checkpoints.last:
+            if step > run.checkpoints.newest:
                 async with run.publisher.training(publishes=False):
                     await tasks.run_in_thread(run.checkpoints.copy, step, last=True)
                 run.checkpoints.complete(step, run.folder.history[-1])
@@ -257,9 +254,8 @@ def _run(
     replay = parts.replay()
     folder = _run_folder(parts)
 
-    # The slow parts. The publisher sends nothing yet.
-    trainer, servers = _trainer_and_servers(parts, loaded, saved, serve, run_there)
-    publisher = parts.publisher(trainer, servers, parts.server_check(loaded.needed, trainer))
+    # The slow parts, which import torch: what comes before shows its faults sooner.
+    trainer, servers, publisher = _connect(parts, loaded, saved, serve, run_there)
     from hocket.algorithm.samples import KlController
     from hocket.loop import Run
 
@@ -319,24 +315,28 @@ def _run_folder(parts: Parts) -> RunFolder:
     return folder
 
 
-def _trainer_and_servers(
+def _connect(
     parts: Parts, loaded: LoadedPrompts, saved: Saved | None, serve: bool, run_there: RunThere
-) -> "tuple[Trainer, ServerPool]":
-    """Load the trainer, from a checkpoint if there is one; make the pool, empty for a replay."""
+) -> "tuple[Trainer, ServerPool, Publisher]":
+    """Load the trainer, from a checkpoint if there is one, and connect it with the servers.
+
+    The pool is empty for a replay. The publisher sends nothing yet.
+    """
     config = parts.config
     console = parts.console
     is_replay = config.pipeline.replay is not None
     # The server comes first: if it shares this GPU, it allocates its memory before the trainer.
     on_wait: Callable[..., None] = console.doing
-    if serve and not is_replay and not run_there(parts.servers.answer()):
+    if serve and not is_replay and not run_there(parts.servers.expected()):
         on_wait = parts.own_server([f"{config.run_dir}/config.yaml"])
-    run_there(parts.servers.clear_gpu(on_wait=on_wait, say=console.say))
-    # The trainer may fail: it comes before `_checkpoints` cuts records behind the checkpoint off.
+    run_there(parts.servers.wait_for_gpu(on_wait=on_wait, say=console.say))
     trainer = parts.trainer(loaded.needed, saved)
     if is_replay:
-        return trainer, ServerPool(())
-    servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=on_wait, say=console.say)
-    return trainer, servers
+        servers = ServerPool(())
+    else:
+        servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=on_wait, say=console.say)
+    check_server = parts.server_check(loaded.needed, trainer)
+    return trainer, servers, parts.publisher(trainer, servers, check_server)
 
 
 def _checkpoints(
@@ -345,19 +345,19 @@ def _checkpoints(
     trainer: "Trainer",
     states: Mapping[str, checkpoints.Resumable],
 ) -> Checkpoints:
-    """Restore these states from a checkpoint, if there is one, and make the writer of the next."""
+    """Restore these states from a checkpoint, if there is one, and make the writer of the next.
+
+    Records that were written after the checkpoint are cut off: what may fail comes before.
+    """
     last = 0
     if saved:
         saved.restore(states)
         last = saved.step
-    return parts.stack.enter_context(Checkpoints(parts.config, trainer.state, states, last=last))
+    return parts.stack.enter_context(Checkpoints(parts.config, trainer.state, states, newest=last))
 
 
 def _shape(config: Config) -> "Callable[[Group], ScoredGroup]":
-    """Make the function that turns a group's rewards into advantages and samples to train on.
-
-    It shapes each group by the settings of the group's source.
-    """
+    """Make the function that prepares a group's rewards, by the settings of the group's source."""
     from hocket.algorithm.samples import shape
 
     sources = config.sources
@@ -469,100 +469,3 @@ def roll_out(arguments: Sequence[str]) -> None:
             tasks.run(run())
     advice = f"train on them without a server: pipeline.replay={config.run_dir}"
     print(f"rollouts: {config.run_dir}/rollouts; {advice}")
-
-
-def score_samples(config: Config, file: Path, against: str | None) -> int:
-    """Print the rewards of a file's completions, and how long their calls take.
-
-    Rollouts of a run keep their groups; other rows with the same prompt and answer are a group.
-    `against` names a reward to compare their total with.
-
-    Returns the exit status: 1 where a completion has no score, or there is none.
-    """
-    if not file.is_file():
-        advice = "give rows in .jsonl, or a run's rollouts/step_N.jsonl"
-        raise ConfigError(f"--samples {file} is not a file: {advice}")
-    load_plugins(config.plugins)
-    rewards = config.sole_rewards
-    groups = _read_groups(config, file)
-
-    # Score with the run's rewards and, to compare, once more with `against` alone.
-    names = list(rewards.functions)
-    if against:
-        names.append(against)
-    comparison = None
-    with RewardCalls(rewards, names) as calls:
-        scorer = RewardScorer(calls, rewards.functions)
-        scores_by_group = tasks.run(_score_groups(config, groups, scorer))
-        if against:
-            # A reward that a run only measures has no weight, and so its total would be 0.
-            calls.specs[against] = calls.specs[against].model_copy(update={"weight": 1.0})
-            scorer = RewardScorer(calls, [against])
-            others_by_group = tasks.run(_score_groups(config, groups, scorer))
-            pairs_by_group = []
-            for scores, others in zip(scores_by_group, others_by_group, strict=True):
-                pairs_by_group.append(list(zip(scores, others, strict=True)))
-            comparison = f"against {against}: {agreement(pairs_by_group)}"
-
-    # Print a line for each completion, then a line for each reward's calls, then the sums.
-    num_scores = 0
-    num_failed = 0
-    for group, scores in zip(groups, scores_by_group, strict=True):
-        for rollout, score in zip(group, scores, strict=True):
-            _print_score(rollout, score)
-            num_scores += 1
-            num_failed += score.error is not None
-    for name, seconds in calls.seconds.items():
-        times = "none"
-        if seconds:
-            slowest = f"slowest {1000 * max(seconds):.3g} ms"
-            times = f"median {1000 * median(seconds):.3g} ms, {slowest}"
-        print(f"calls of {name}: {times} (the first of a process loads it)")
-    if comparison is not None:
-        print(comparison)
-    print(f"{num_scores} samples in {len(groups)} groups, {num_failed} without a score")
-    return int(num_failed > 0 or num_scores == 0)
-
-
-def _read_groups(config: Config, file: Path) -> list[list[Rollout]]:
-    """Read a file's samples as rollouts, by group. Raises DataError for a damaged row."""
-    groups: dict[str, list[Rollout]] = {}
-    data = config.data.model_copy(update={"source": str(file), "limit": None})
-    for place, row in read_rows(data):
-        try:
-            columns = columns_of(row, ())
-            if {"group_id", "prompt_id", "parts"} <= columns.keys():  # a row that a run has written
-                folder = file.absolute().parents[1]
-                rollout = rollout_of(without_format(columns, file), place, folder)
-                group = columns["group_id"]
-            else:
-                rollout = rollout_of(sample_of(columns, config.data) | {"id": place})
-                prompt = rollout.prompt
-                group = repr((prompt.text, prompt.messages, prompt.answer, hash(prompt.images)))
-        except DAMAGED as error:
-            raise DataError(f"{place} is no sample: {error}") from error
-        groups.setdefault(group, []).append(rollout)
-    return list(groups.values())
-
-
-async def _score_groups(
-    config: Config, groups: Sequence[Sequence[Rollout]], scorer: RewardScorer
-) -> list[Sequence[Score]]:
-    """Score groups, as many at a time as a step of training has."""
-    free_slots = asyncio.Semaphore(config.rollout.prompts_per_step)
-
-    async def score_group(group: Sequence[Rollout]) -> Sequence[Score]:
-        async with free_slots:
-            return await scorer.score_group(group)
-
-    return await asyncio.gather(*map(score_group, groups))
-
-
-def _print_score(rollout: Rollout, score: Score) -> None:
-    """Print a rollout's total, its parts, and the note of its rewards."""
-    total = f"{score.total:.4g}" if score.error is None else f"error: {score.error}"
-    parts = ", ".join(f"{name} {value:.4g}" for name, value in score.parts.items())
-    print(rollout.id, total, parts, sep="  ")
-    for line in score.note.splitlines():
-        # A program that was tested may have written it, with control characters of a terminal.
-        print("   ", "".join(filter(str.isprintable, line)))

@@ -33,12 +33,12 @@ RewardNames = Callable[[SourceSettings], Iterable[str]]
 
 
 def reward_calls(stack: ExitStack, config: Config, names: RewardNames) -> dict[str, RewardCalls]:
-    """Make the callers of the rewards that `names` lists for each source.
+    """Make the `RewardCalls` of each source, for the rewards that `names` lists.
 
-    Sources with equal rewards share a caller, and so its worker processes. The callers are closed
-    with the stack. Returns them by the name of the source.
+    Sources with equal rewards share one, and so its worker processes. The stack closes them.
+    Returns them by the name of the source.
     """
-    by_rewards = dict[str, RewardCalls]()  # the settings of the rewards, as text -> their caller
+    by_rewards = dict[str, RewardCalls]()  # by names and settings of the rewards, as text
     by_source = dict[str, RewardCalls]()
     for name, source in config.sources.items():
         # eval.reward may be a reward of the run that this source does not train on.
@@ -90,17 +90,10 @@ class PromptSource:
         longest: tuple[int, str],
         console: Console,
     ) -> None:
-        """Make the source of these settings.
+        """Make the source of these settings, in the run of `config`.
 
-        Args:
-            settings: The settings of the source.
-            config: The settings of the run.
-            tokenizer: The tokenizer of the model.
-            longest: The number of tokens that a sequence may have, and the setting that limits it.
-            console: Prints what is odd about the prompts.
-
-        Raises:
-            ConfigError: The reward env is named, but the environment gives none.
+        `longest` is the number of tokens that a sequence may have, and the setting that limits it.
+        Raises ConfigError if the reward env is named, but the environment gives none.
         """
         self.settings = settings
         self._config = config
@@ -131,15 +124,15 @@ class PromptSource:
         """
         settings = self.settings
         _refuse_unanswered(settings.data, settings.rewards.functions)
-        answer = settings.max_tokens
-        prompts, length = self._fitting("train", settings.data, "rollout.max_tokens", answer)
-        return prompts, length + self.example.thinking_tokens + answer
+        completion = settings.max_tokens
+        prompts, longest = self._fitting("train", settings.data, "rollout.max_tokens", completion)
+        return prompts, longest + self.example.thinking_tokens + completion
 
     def _check_turns(self, data: DataConfig) -> None:
-        """Check that the chat template shows a next turn the earlier ones, and the answers to them.
+        """Check that the chat template can render what an environment replies between two turns.
 
-        Raises DataError where it can't show the results of tools. Another environment may answer
-        with text, which needs no template: there a line is printed if it can't show messages.
+        Raises DataError where it can't render the results of tools. Another environment may reply
+        with text, which needs no template: there a line is printed if it can't render messages.
         """
         # Only episodes of several turns show the model what came before.
         env = self.settings.env
@@ -164,16 +157,16 @@ class PromptSource:
                 )
                 self._console.say(f"{data.section}: {fact}; {advice}")
 
-    def _problem(self, data: DataConfig, answer: Message) -> str:
-        """Describe why the chat template can't show this answer to the model; "" if it can."""
+    def _problem(self, data: DataConfig, reply: Message) -> str:
+        """Describe why the chat template can't render this reply to the model; "" if it can."""
         renderer = renderer_of(data, self._tokenizer, self._tools)
         try:
-            text = renderer.decode(renderer.following([answer], ended=None))
+            text = renderer.decode(renderer.following([reply], ended=None))
         except ValueError as error:
             return str(error)
         if PROBE in text:
             return ""
-        return f"the chat template leaves out messages of the role {answer['role']}"
+        return f"the chat template leaves out messages of the role {reply['role']}"
 
     def held_out(self) -> HeldOutPrompts:
         """Load the prompts of the evaluation. Raises as `training`."""
@@ -187,34 +180,34 @@ class PromptSource:
         return HeldOutPrompts(prompts[: evaluation.num_prompts], prompts.keys())
 
     def _fitting(
-        self, label: str, data: DataConfig, setting: str, answer: int
+        self, label: str, data: DataConfig, setting: str, max_tokens: int
     ) -> tuple[Prompts, int]:
-        """Load the prompts that leave room for an answer; print how many do not.
+        """Load the prompts that leave room for a completion; print how many do not.
 
         Args:
             label: The first word of the line that is printed.
             data: The rows.
-            setting: The setting that gives the length of an answer.
-            answer: The tokens that an answer may have, after those of thinking.
+            setting: The setting that gives max_tokens.
+            max_tokens: The tokens that a completion may have, after those of thinking.
 
         Returns:
             The prompts, and the tokens of the longest one.
         """
         self._check_turns(data)
-        # A sequence is a prompt, the thinking of the environment's budget, and an answer.
+        # A sequence is a prompt, the thinking of the environment's budget, and a completion.
         thinking = self.example.thinking_tokens
         limit = self._limit
-        room = self._longest - thinking - answer
+        room = self._longest - thinking - max_tokens
         if room < 1:
             before = f", behind env.thinking_tokens={thinking}," if thinking else ""
-            fact = f"{setting}={answer}{before} leaves no prompt room in {limit}"
+            fact = f"{setting}={max_tokens}{before} leaves no prompt room in {limit}"
             raise ConfigError(f"{fact}: lower it, or raise that")
 
-        max_tokens = min(room, data.max_prompt_tokens or room)
+        max_prompt_tokens = min(room, data.max_prompt_tokens or room)
         prompts, lengths = load_prompts(
             data,
             self._tokenizer,
-            max_prompt_tokens=max_tokens,
+            max_prompt_tokens=max_prompt_tokens,
             tools=self._tools,
             source=self.settings.name,
         )
@@ -222,19 +215,20 @@ class PromptSource:
         # Name the setting that dropped prompts, and the value with which all would fit.
         if num_dropped > 0:
             longest = max(lengths)
-            answer_that_fits = self._longest - thinking - longest
-            if max_tokens < room:
-                advice = f"{data.section}.max_prompt_tokens={max_tokens} leaves them out"
-            elif answer_that_fits > 0:
-                advice = f"{setting}={answer_that_fits} has room for all in {limit}"
+            max_tokens_for_all = self._longest - thinking - longest
+            if max_prompt_tokens < room:
+                advice = f"{data.section}.max_prompt_tokens={max_prompt_tokens} leaves them out"
+            elif max_tokens_for_all > 0:
+                advice = f"{setting}={max_tokens_for_all} has room for all in {limit}"
             else:
                 advice = f"{limit} is too short for it"
-            too_long = f"with more than {max_tokens} tokens; the longest has {longest}: {advice}"
+            limits = f"with more than {max_prompt_tokens} tokens; the longest has {longest}"
+            too_long = f"{limits}: {advice}"
             if not prompts:
                 raise ConfigError(f"{label}: {data.source} has only prompts {too_long}")
             dropped = f"dropped {num_dropped} prompts of {data.source}"
             self._console.say(f"{label}: {dropped} {too_long}")
-        return prompts, max(length for length in lengths if length <= max_tokens)
+        return prompts, max(length for length in lengths if length <= max_prompt_tokens)
 
     def stream(self, prompts: Prompts, share: float) -> PromptStream:
         """Make a stream of these prompts, which has this share of the run's draws."""
@@ -250,7 +244,7 @@ class PromptSource:
     def play(self, servers: ServerPool, longest: int) -> Play:
         """Make the player of the source's episodes, which end at `longest` tokens."""
         env = self.settings.env
-        history = None  # the history is kept; an episode that outgrows the model ends
+        history = None  # all turns are kept; an episode that outgrows the model ends
         if env.history != "keep":
             history = environments.HISTORIES.get(env.history, "env.history: ")
         limits = Limits(
@@ -261,19 +255,17 @@ class PromptSource:
         return player(self._environment, servers, ask, renderer, limits)
 
 
-class EachScorer(RewardScorer):
-    """Scores a rollout by the rewards of its source, in a run with several sources."""
+class EachScorer:
+    """Scores rollouts by the rewards of their source: a `Scorer`."""
 
     def __init__(self, scorers: Mapping[str, RewardScorer]) -> None:
         self._scorers = scorers  # by source
 
-    async def ask(self, rollout: Rollout) -> dict[str, Score]:
+    async def ask(self, rollout: Rollout) -> Mapping[str, Score]:
         return await self._scorers[rollout.prompt.source].ask(rollout)
 
     async def settle(
-        self,
-        rollouts: Sequence[Rollout],
-        values: Sequence[Mapping[str, Score]],
+        self, rollouts: Sequence[Rollout], values: Sequence[Mapping[str, Score]]
     ) -> tuple[Score, ...]:
         source = rollouts[0].prompt.source  # all rollouts of a group have the same prompt
         return await self._scorers[source].settle(rollouts, values)

@@ -74,19 +74,17 @@ def ensure(command: str, *, install: bool = True, update: bool = True) -> None:
                 return
         if not is_inside and _python().exists():  # the user made .venv, and it may have them
             _enter()
-    state = _state()
     if not _is_complete():
+        # It may be whole, but of another lock or build.
+        has_older = "lock" in _state() and _python().exists()
         users = _users()
-        is_installed = "lock" in state and _python().exists()  # from another lock or build
-        if is_installed and (users or not update):
+        if has_older and (users or not update):
             if is_inside:
                 _stay(command, users if update else [])
-            else:
-                _enter()
+        elif install:
+            _install(command)
+        else:
             return
-        if not install:
-            return
-        _install(command)
     if not is_inside:
         _enter()
 
@@ -163,21 +161,17 @@ def _stay(command: str, users: Sequence[str]) -> None:
     `users` are the processes that prevent an update; without any, the command does not want one.
     Raises SetupError where they prevent an update that the command needs.
     """
-    build = _state()["build"]
-    if build not in builds():
-        build = builds()[0]
+    build = _suitable_build()
     lock = _lock(build).name
-    user = ""
-    if users:
-        others = f" and {len(users) - 1} others" if len(users) > 1 else ""
-        user = f"in use by {users[0]}{others}"
-    lacks = missing(build, command)
-    if users and (lacks or command == "install"):
-        cause = f"lacks {', '.join(lacks[:5])}" if lacks else f"was made by an earlier {lock}"
-        raise SetupError(f"{VENV} {cause}, and is {user}: end these first, then run this again")
     reason = "as this command changes nothing: `python3 run.py install` does"
     if users:
-        reason = f"as it is {user}"
+        others = f" and {len(users) - 1} others" if len(users) > 1 else ""
+        in_use = f"is in use by {users[0]}{others}"
+        lacks = missing(build, command)
+        if lacks or command == "install":
+            cause = f"lacks {', '.join(lacks[:5])}" if lacks else f"was made by an earlier {lock}"
+            raise SetupError(f"{VENV} {cause}, and {in_use}: end these first, then run this again")
+        reason = f"as it {in_use}"
     print(
         f"run.py: {VENV} is not what requirements/{lock} lists, and stays so, {reason}",
         file=sys.stderr,
@@ -189,7 +183,7 @@ def _users() -> list[str]:
 
     Each is written as "process 7 (python run.py serve)".
     """
-    folders = {f"{path}{os.sep}".encode() for path in (VENV, os.path.realpath(VENV))}
+    folders = tuple(f"{path}{os.sep}".encode() for path in (VENV, os.path.realpath(VENV)))
     users = []
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
@@ -197,13 +191,12 @@ def _users() -> list[str]:
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             command = (process / "cmdline").read_bytes()
             # Either its program is in the folder, or it has loaded a library from there.
-            is_user = any(map(command.startswith, folders))
-            if not is_user:
+            if not command.startswith(folders):
                 maps = (process / "maps").read_bytes()
-                is_user = any(folder in maps for folder in folders)
-            if is_user:
-                words = command.replace(b"\0", b" ").decode(errors="replace").strip()
-                users.append(f"process {process.name} ({words[:90]})")
+                if not any(folder in maps for folder in folders):
+                    continue
+            words = command.replace(b"\0", b" ").decode(errors="replace").strip()
+            users.append(f"process {process.name} ({words[:90]})")
     return users
 
 
@@ -223,7 +216,7 @@ def _added(build: str) -> list[str]:
 
 
 def _install(command: str) -> None:
-    """Make .venv, or update it to its lock. Only one process at a time does that."""
+    """Make .venv, or update it to its lock, once no other process does that."""
     if "LOCAL_RANK" in os.environ and command in LAUNCHED:
         raise SetupError(
             "a launcher's ranks don't install: run `python3 run.py install` once, then the "
@@ -236,6 +229,7 @@ def _install(command: str) -> None:
         )
     import fcntl  # not on Windows
 
+    # Whoever locks this file may install; its steps inherit the lock.
     with (ROOT / ".venv.lock").open("w") as turn:
         print(
             "run.py: .venv lacks packages; if another run.py installs them, this one waits",
@@ -257,26 +251,27 @@ def _make_or_update(command: str, turn: TextIO) -> None:
         raise SetupError(
             f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it"
         )
-    build = state["build"] if state.get("build") in builds() else builds()[0]
+    build = _suitable_build()
     if build == "cuda":
         _refuse_old_driver()  # before a long download
     is_update = state.get("build") == build and _python().exists()
     added = []
-    if not is_update:
+    if is_update:
+        _write_state(VENV, INSTALLING)
+    else:
         # Put an empty environment in the place of what is there.
-        if VENV.exists():
-            added = _added(state.get("build", build))
+        added = _added(state.get("build", build))
         with atomic_folder(VENV) as folder:
-            _note(folder, INSTALLING)
+            _write_state(folder, INSTALLING)
         python = getattr(sys, "_base_executable", sys.executable)
         _run("virtual environment", [python, "-m", "venv", VENV], turn)
-    _note(VENV, INSTALLING)
     try:
         install: list[str | Path] = [_python(), "-I", FOLDER / "lock.py", "install", _lock(build)]
         _run(f"packages for {build}", install, turn)
     except SetupError:
         if is_update:
-            _note(VENV, state)  # still complete: uv downloads all before it changes any package
+            # It is still complete: uv downloads all before it changes any package.
+            _write_state(VENV, state)
         raise
     finally:
         if added:
@@ -285,7 +280,7 @@ def _make_or_update(command: str, turn: TextIO) -> None:
                 f"{_python()} -m pip install {' '.join(added)}",
                 file=sys.stderr,
             )
-    _note(VENV, _stamp(build))
+    _write_state(VENV, _complete_state(build))
 
 
 def _refuse_old_driver() -> None:
@@ -316,11 +311,17 @@ def _run(label: str, command: list[str | Path], turn: TextIO) -> None:
         )
 
 
+def _suitable_build() -> str:
+    """Choose the build that .venv has, if it suits this machine, else the first one that does."""
+    build = _state().get("build", "")
+    return build if build in builds() else builds()[0]
+
+
 def _is_complete() -> bool:
-    return _state() in map(_stamp, builds()) and _python().exists()
+    return _state() in map(_complete_state, builds()) and _python().exists()
 
 
-def _stamp(build: str) -> dict[str, str]:
+def _complete_state(build: str) -> dict[str, str]:
     """Make the content of hocket.json for a complete .venv: the build, and the hash of its lock."""
     digest = hashlib.sha256(_lock(build).read_bytes()).hexdigest()
     return {"build": build, "lock": digest}
@@ -342,7 +343,7 @@ def _state() -> dict[str, str]:
         return {}
 
 
-def _note(folder: Path, state: dict[str, str]) -> None:
+def _write_state(folder: Path, state: dict[str, str]) -> None:
     write_atomically(folder / "hocket.json", json.dumps(state))
 
 

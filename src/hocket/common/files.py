@@ -79,11 +79,13 @@ def newest_version(path: str) -> str:
     A path that is no run folder, or has neither, is returned as it is.
     """
     folder = Path(path)
-    models = [file.parent for file in folder.glob("model/config.json")]
-    models += numbered(folder / "weights", "v*", "COMPLETE").values()
-    if models and kind_of(folder) == "run":
-        return str(models[-1])
-    return path
+    if kind_of(folder) != "run":
+        return path
+    versions = list(numbered(folder / "weights", "v*", "COMPLETE").values())
+    if versions:
+        return str(versions[-1])
+    model = folder / "model"
+    return str(model) if (model / "config.json").exists() else path
 
 
 def numbered(folder: Path, name: str, holds: str = "") -> dict[int, Path]:
@@ -96,7 +98,7 @@ def numbered(folder: Path, name: str, holds: str = "") -> dict[int, Path]:
     pairs = []
     for path in folder.glob(name):
         match = pattern.fullmatch(path.name)
-        if match and (path / holds).exists():
+        if match and (path / holds).exists():  # with "" this is the path itself
             pairs.append((int(match[1]), path))
     return dict(sorted(pairs))
 

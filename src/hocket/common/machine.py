@@ -69,24 +69,18 @@ def free_memory() -> int:
     """Measure the bytes that this machine, or this process's control group, has left (Linux)."""
     info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) << 10
-    group = Path("/sys/fs/cgroup")  # of version 2, or of version 1
-    for folder, limit, used, cached in (
-        (group, "memory.max", "memory.current", "inactive_file"),
-        (
-            group / "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
+    group = Path("/sys/fs/cgroup")
+    old = group / "memory"  # of version 1 of control groups
+    for limit, used, cached in (
+        (group / "memory.max", group / "memory.current", "inactive_file"),
+        (old / "memory.limit_in_bytes", old / "memory.usage_in_bytes", "total_inactive_file"),
     ):
         with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
-            lines = (folder / "memory.stat").read_text().splitlines()
+            lines = limit.with_name("memory.stat").read_text().splitlines()
             statistics = dict(line.split() for line in lines)
-            limit_bytes = int((folder / limit).read_text())
-            used_bytes = int((folder / used).read_text())
             # The kernel drops cached files when memory is needed.
-            used_bytes -= int(statistics[cached])
-            free = min(free, limit_bytes - used_bytes)
+            used_bytes = int(used.read_text()) - int(statistics[cached])
+            free = min(free, int(limit.read_text()) - used_bytes)
     return max(free, 0)
 
 

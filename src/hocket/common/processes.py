@@ -47,7 +47,7 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         status = 128 + signal.SIGPIPE
-    except OSError as error:
+    except OSError as error:  # of the flush: a command prints its own errors
         print(
             f"error: the output can't be written: {error.strerror}; free space where it goes",
             file=sys.stderr,
@@ -70,6 +70,7 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
 
 
 def _status_of(main: Callable[[list[str]], int]) -> int:
+    """Run a command line. argparse, too, ends here with its status."""
     try:
         return main(sys.argv[1:])
     except SystemExit as error:  # --help raises it
@@ -85,7 +86,8 @@ def _unless_finalizing(
 ) -> None:
     """Show an error of a destructor, unless the interpreter is shutting down.
 
-    The destructors of a plugin's clients often fail then, as their modules are already gone.
+    The destructors of a plugin's clients often fail then, as their modules are already gone. So is
+    `sys`: its functions are kept as defaults.
     """
     if not is_finalizing():
         show(error)
@@ -164,9 +166,10 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
     """
     # A process that loses its parent becomes a child of this one, so that all can be found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # A SIGTERM ends this process, and a Ctrl-C does after GRACE_S seconds; sys.exit runs `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
     signal.signal(signal.SIGINT, lambda *_: signal.alarm(GRACE_S))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # sigtimedwait below takes it
     program = os.fork()
     if program == 0:

@@ -63,8 +63,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, **modules: str) -> None:
         self.kind = kind
-        self._table = dict(modules)
-        self._modules = modules  # those that were not imported yet
+        self._modules = modules
         self.items: dict[str, T] = {}
         self._origins: dict[str, str] = {}  # by name: the module that registered it
         self.every.append(self)
@@ -86,7 +85,7 @@ class Registry(Generic[T]):
                     f"{self.kind} {name!r} is registered twice; choose another name for one of them"
                 )
             self.items[name] = item
-            function = getattr(item, "function", item)
+            function = getattr(item, "function", item)  # an item may be a record of a function
             self._origins[name] = getattr(function, "__module__", calling_module)
             return item
 
@@ -94,13 +93,12 @@ class Registry(Generic[T]):
 
     def _has(self, name: str) -> bool:
         """Check whether a name is registered, and import its module first if that was not done."""
-        if name in self._modules and is_there(self._modules[name]):
-            # Take the module out first: its decorator comes here again to register the name.
-            module = self._modules.pop(name)
+        module = self._modules.get(name)
+        if module is not None and name not in self.items and is_there(module):
+            # Its decorator comes here again. The second import does nothing, as the first one runs.
             try:
                 importlib.import_module(module)
             except ModuleNotFoundError as error:
-                self._modules[name] = module
                 # A missing package is another error than a deleted part of hocket.
                 if not (error.name or "").startswith("hocket."):
                     raise
@@ -118,8 +116,8 @@ class Registry(Generic[T]):
 
     def each(self) -> Iterator[T]:
         """Yield all objects: first hocket's in the order of `modules`, then those of users."""
-        of_users = [name for name in self.items if name not in self._table]
-        for name in list(self._table) + of_users:
+        of_users = [name for name in self.items if name not in self._modules]
+        for name in list(self._modules) + of_users:
             if self._has(name):
                 yield self.items[name]
 
@@ -154,8 +152,8 @@ class Registry(Generic[T]):
     ) -> T:
         """Choose an object by `NAME` or `{name: NAME, option: value}`, and bind the options to it.
 
-        The caller of `choose` calls the result with the arguments named in `keys`. (`bind` also
-        calls it at once, to try the options.) Raises ConfigError for an unknown name or option.
+        The result is still to be called with the arguments named in `keys`. Raises ConfigError for
+        an unknown name or option.
         """
         options = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
         name = options.pop("name")
@@ -166,7 +164,7 @@ class Registry(Generic[T]):
     def bind(
         self, name: str, options: Mapping[str, Any] | None, *, section: str, keys: Collection[str]
     ) -> Callable[[], Any]:
-        """Make a function that calls the object `name` with the options of a section.
+        """Make a function without arguments that calls the object `name` with a section's options.
 
         `keys` are keys of the section that are not options. The function is called once, to try
         the options. Raises ConfigError if it refuses them.
@@ -199,11 +197,16 @@ def options_of(
 ) -> dict[str, Any]:
     """Check the options of a plugin, and convert them to the types that it is annotated with.
 
-    `target` is the plugin's function or class, and `title` its name in errors. Its parameters named
-    in `keys` are no options: hocket passes them. `elsewhere` maps names that other programs use to
-    one of the keys. `row` is added to the error of a missing option.
-
     Raises ConfigError for options that are missing, unknown or of a wrong type.
+
+    Args:
+        title: the plugin's name in errors.
+        target: its function or class.
+        options: the values that the user has set.
+        section: the setting that has them, in errors.
+        keys: parameters of the target that are no options: hocket passes them.
+        row: the end of the error of a missing option.
+        elsewhere: name of a parameter in another program -> the key that it means.
     """
     import pydantic  # its import would take a third of a reward worker's start
     import typing_extensions as typed  # before Python 3.12 pydantic needs its TypedDict
@@ -221,7 +224,7 @@ def options_of(
         if item["type"] == "missing" and key in types:
             # The parameter may be a misspelled key, or a key's name in another program.
             guess = nearest(key, set(keys) - parameters.keys())
-            if elsewhere.get(key, key) not in parameters:
+            if key in elsewhere and elsewhere[key] not in parameters:
                 guess = f" (did you mean {elsewhere[key]!r}?)"
             return f"{plugin} needs the option {key!r}{guess}: set {section}.{key}{row}"
         return f"{section}.{key}: {explain(item)}"

@@ -1,7 +1,8 @@
 """Repair what this process inherits from its shell, for itself and for its children.
 
-Standard library only. A variable that can't be used here is deleted from os.environ, where
-libraries and children would read it, and a sentence says so.
+A program calls `begin` first, then `mend`, which hocket.train in a user's program calls, too. A
+variable that can't be used here is deleted from os.environ, where libraries and children would read
+it, and a sentence says so. Standard library only.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # programs read them in lower case, too
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 HUB = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+RANK_NUMBERS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}  # with defaults
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEFT_OVER = f"if no launcher such as torchrun starts this: unset {' '.join(RANKS)}"
 # Open files that this process may have. Not more: some programs go through all possible numbers.
@@ -44,8 +46,8 @@ def begin() -> list[str]:
 
 def _restart() -> None:
     """Replace this process by a new one where Python was started in a way that can't be undone."""
-    # -OO strips docstrings, which transformers reads.
-    lacks_docstrings = sys.flags.optimize > 1 and os.environ.pop("PYTHONOPTIMIZE", "")
+    # PYTHONOPTIMIZE=2 strips docstrings, which transformers reads.
+    lacks_docstrings = sys.flags.optimize > 1 and bool(os.environ.pop("PYTHONOPTIMIZE", ""))
     # With ASCII, files can't be opened whose names have an umlaut.
     lacks_names = sys.getfilesystemencoding() == "ascii"
     if lacks_names:
@@ -137,12 +139,12 @@ def bypass_proxies(hosts: Iterable[str]) -> None:
 
     A proxy may not reach them.
     """
-    names = ("NO_PROXY", "no_proxy")
-    values = [os.environ.get(name) for name in names]
-    for name, value in zip(names, values, strict=True):
+    values = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
+    either = values["NO_PROXY"] or values["no_proxy"] or ""
+    for name, value in values.items():
         # Some programs read only one of the two: what is set in the other holds for both.
         if value is None:
-            value = next(filter(None, values), "")
+            value = either
         listed = [host.strip() for host in value.split(",") if host.strip()]
         if listed != ["*"]:  # "*" stands for all hosts
             listed += [host for host in hosts if host not in listed]
@@ -209,12 +211,11 @@ def settle_ranks(*, launched: bool) -> None:
         for name in RANKS:
             os.environ.pop(name, None)
         return
-    numbers = dict[str, int]()
-    for name in RANKS[:4]:  # those that are numbers: two of ranks, two of sizes
+    numbers = {}
+    for name, default in RANK_NUMBERS.items():
         value = os.environ.get(name, "").strip()
         if value and not value.isdecimal():
             raise SetupError(f"{name}={value} is no number; {LEFT_OVER}")
-        default = 1 if name.endswith("SIZE") else 0
         numbers[name] = int(value or default)
     rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
     if rank >= size:

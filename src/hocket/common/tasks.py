@@ -84,7 +84,7 @@ def _run_in(
     thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]
 ) -> Any:
     """Run a coroutine in another thread; an interrupt of this thread cancels it there."""
-    started = Future[Any]()  # the coroutine's task
+    started = Future[Any]()  # gets the coroutine's task, as soon as that runs
 
     async def start() -> Any:
         started.set_result(asyncio.current_task())
@@ -201,6 +201,8 @@ def retrieve(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()
 
+
+# Times of pieces of work, for metrics and the timeline.
 
 MAIN = "trainer, rank 0"
 

@@ -9,7 +9,7 @@ import hashlib
 import http.client
 import math
 import urllib.request
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -169,15 +169,3 @@ def fetched(url: str, hosts: Collection[str], setting: str) -> bytes:
 def part_of(data: bytes) -> dict[str, Any]:
     """Write an image as a part of a message in OpenAI's API."""
     return {"type": "image_url", "image_url": {"url": data_url(data)}}
-
-
-def shown(
-    messages: Iterable[Mapping[str, Any]], images: Iterable[bytes]
-) -> Iterator[dict[str, Any]]:
-    """Yield messages as OpenAI's API has them: each part {"type": "image"} gets the next image."""
-    image_parts = map(part_of, images)
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, list):
-            content = [next(image_parts) if part["type"] == "image" else part for part in content]
-        yield {**message, "content": content}

@@ -22,8 +22,6 @@ class AdaptiveKl(Section):
 
 
 Scale = Literal["group", "batch", "tokens", "none"]
-Ratio = Literal["token", "sequence"]
-KlIn = Literal["loss", "reward"] | AdaptiveKl
 PresetName = Literal[
     "grpo",
     "dapo",
@@ -48,22 +46,18 @@ class Preset:
     knobs: Mapping[str, Any]  # setting -> value
 
 
-def _row(source: str, remark: str = "", **changes: Any) -> Preset:
-    # Published algorithms clip alike on both sides and have no correction for the engine.
-    published = {"clip_high": 0.2, "correction": "none"}
-    return Preset(source, remark, published | changes)
+def _published(source: str, remark: str = "", **changes: Any) -> Preset:
+    # The papers clip alike on both sides, and know no correction between engine and trainer.
+    return Preset(source, remark, {"clip_high": 0.2, "correction": "none"} | changes)
 
 
-NO_PRESET = Preset(
-    "", "with a correction and one update every ratio is 1 and its clip has no effect", {}
-)
 PRESETS: Mapping[str, Preset] = {
-    "grpo": _row(
+    "grpo": _published(
         "2402.03300",
         "without the paper's KL term: add kl=k2 kl_coef=0.04",
         aggregate="seq_mean_token_mean",
     ),
-    "dapo": _row(
+    "dapo": _published(
         "2503.14476",
         "overlong_share, oversampling",
         clip_high=0.28,
@@ -71,9 +65,9 @@ PRESETS: Mapping[str, Preset] = {
         oversampling=2.0,
         minibatches=16,
     ),
-    "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
-    "bnpo": _row("TRL", "with a global token count"),
-    "gspo": _row(
+    "dr_grpo": _published("2503.20783", scale="none", aggregate="constant"),
+    "bnpo": _published("TRL", "with a global token count"),
+    "gspo": _published(
         "2507.18071",
         ratio="sequence",
         clip_low=3e-4,
@@ -81,7 +75,7 @@ PRESETS: Mapping[str, Preset] = {
         aggregate="seq_mean_token_mean",
         minibatches=4,
     ),
-    "cispo": _row(
+    "cispo": _published(
         "2506.13585",
         "ratio capped at 5",
         objective="cispo",
@@ -89,26 +83,26 @@ PRESETS: Mapping[str, Preset] = {
         clip_high=4.0,
         minibatches=16,
     ),
-    "rloo": _row(
+    "rloo": _published(
         "2402.14740",
         "the paper has objective=none aggregate=seq_mean_token_sum",
         advantage="leave_one_out",
         scale="none",
     ),
-    "reinforce_pp": _row(
+    "reinforce_pp": _published(
         "2501.03262", advantage="none", scale="tokens", kl="k1", kl_in="reward", kl_coef=0.01
     ),
-    "reinforce_pp_baseline": _row(
+    "reinforce_pp_baseline": _published(
         "2501.03262", "without the paper's KL term: add kl=k2 and a kl_coef", scale="tokens"
     ),
-    "ppo": _row(
+    "ppo": _published(
         "1707.06347",
         "with a critic and generalised advantages, 1506.02438; epochs of 1909.08593",
         advantage="critic",
         scale="tokens",
         epochs=4,
     ),
-    "distill": _row(
+    "distill": _published(
         "2306.13649",
         "reference: the teacher; the reverse KL of sampled tokens alone, with rewards of weight 0",
         advantage={"name": "none", "discount": 0.0},
@@ -122,20 +116,23 @@ PRESETS: Mapping[str, Preset] = {
 
 
 class AdvantageConfig(Section):
+    """The settings from rewards to advantages, and of the updates of a step."""
+
     preset: PresetName | None = None
     """Published algorithm (algorithms.md); replaces defaults."""
     advantage: Chosen = "mean"
-    """Advantage. Of the group: `mean`, `leave_one_out`; per token: `none`, option discount;
-    `critic`, options discount and gae_lambda; or your own."""
+    """How rewards become advantages. `mean`, `leave_one_out`: minus a mean of the group; `none`,
+    option discount: the return of each token; `critic`, options discount and gae_lambda: GAE; or
+    your own."""
     credit: Chosen = "episode"
-    """What a turn is trained by: `episode`, the episode's reward; `turn`, rewards from it on,
-    beside the group's, option discount; `step_groups`, also returns beside those of equal states,
-    options discount, weight; or your own."""
+    """Advantage of a turn. `episode`: that of the episode's reward; `turn`, option discount: from
+    the rewards of this turn and later ones; `step_groups`, options discount and weight: also from
+    the returns of turns that began in an equal state; or your own."""
     scale: Scale = "group"
-    """Divisor: deviation in the `group` or `batch`, or `none`; `tokens`: minus the mean, divided by
-    the deviation, of all trained tokens."""
+    """Advantages are divided by the deviation in the `group` or `batch`, with `none` by nothing;
+    `tokens` whitens them over all trained tokens."""
     overlong_share: float = Field(0.0, ge=0, le=1)
-    """Last share of max_tokens, punished by 0 to -1."""
+    """Last share of max_tokens, over which a penalty grows from 0 to 1."""
     oversampling: float = Field(1.0, ge=1)
     """Dynamic sampling: up to this x prompts_per_step."""
     epochs: int = Field(1, ge=1)
@@ -147,14 +144,16 @@ class AdvantageConfig(Section):
     mask_truncated: bool = False
     """Exclude truncated rollouts from the loss, not from the baseline."""
     reward_range: Range | None = None
-    """Groups are trained whose mean reward lies between, bounds left out."""
+    """Only groups whose mean reward lies strictly between the two are trained."""
     reference: UserPath | None = None
     """Reference of the KL: folder, hub name, or URL of a server that scores. Default: model.path,
     no adapter."""
 
 
 class LossKnobs(Section):
-    ratio: Ratio = "token"
+    """The settings from advantages to the loss."""
+
+    ratio: Literal["token", "sequence"] = "token"
     """Probability ratio per `token`, or its geometric mean per `sequence`."""
     objective: Chosen = "ppo"
     """`ppo`: min(clipped, unclipped), option dual_clip: the largest ratio where the advantage is
@@ -164,32 +163,22 @@ class LossKnobs(Section):
     clip_high: float = Field(0.28, gt=0)
     """Upper clip range, 1 + clip_high."""
     aggregate: Chosen = "token_mean"
-    """Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of
-    their token mean or token sum; `constant`: that sum divided by rollout.max_tokens."""
+    """Sum of token losses, over all micro-batches and ranks: `token_mean`; the mean over sequences
+    of a mean, `seq_mean_token_mean`, or of a sum, `seq_mean_token_sum`; `constant`: the last one
+    divided by rollout.max_tokens."""
     correction: Chosen = "truncate"
     """Importance weight between engine and trainer, option bounds: `truncate` clips it to [0, 2];
-    `mask` sets it to 0 outside [0.5, 5]; `sequence_mask` does so by its geometric mean, [0.99,
-    1.01], at most 2 per token; `none`."""
+    `mask` sets it to 0 outside [0.5, 5]; `sequence_mask` sets a sequence to 0 whose geometric mean
+    is outside [0.99, 1.01], and clips the others to 2; `none`."""
     kl: Chosen = "off"
     """KL penalty, x = log(policy/reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x."""
-    kl_in: KlIn = "loss"
+    kl_in: Literal["loss", "reward"] | AdaptiveKl = "loss"
     """Place of the penalty: `loss` or `reward`; {name: reward, target: KL per token} adapts
     kl_coef."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the penalty, or its start."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _fill(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        knobs = dict(PRESETS.get(str(values.get("preset")), NO_PRESET).knobs)
-        if values.get("kl") == "off":  # then a preset's kl_in and kl_coef would have no effect
-            knobs.pop("kl_in", None)
-            knobs.pop("kl_coef", None)
-        return knobs | dict(values)
 
 
 class LossConfig(LossKnobs):
@@ -200,6 +189,18 @@ class LossConfig(LossKnobs):
 
 class AlgorithmConfig(LossKnobs, AdvantageConfig):
     """Section algorithm: from rewards to the loss."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        preset = PRESETS.get(str(values.get("preset"))) if isinstance(values, Mapping) else None
+        if preset is None:
+            return values
+        knobs = dict(preset.knobs)
+        if values.get("kl") == "off":  # then a preset's kl_in and kl_coef would have no effect
+            knobs.pop("kl_in", None)
+            knobs.pop("kl_coef", None)
+        return knobs | dict(values)
 
     @property
     def updates(self) -> int:
@@ -267,8 +268,10 @@ def preset_table() -> str:
         "updates",
     )
     defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
+    remark = "with a correction and one update every ratio is 1 and its clip has no effect"
+    presets = {"(none)": Preset("", remark, {})}
+    presets |= {f"`{name}`": preset for name, preset in PRESETS.items()}
     rows = []
-    presets = {"(none)": NO_PRESET} | {f"`{name}`": preset for name, preset in PRESETS.items()}
     for name, preset in presets.items():
         knobs = defaults | dict(preset.knobs)
         knobs["updates"] = f"{knobs['epochs']} x {knobs['minibatches']}"
@@ -278,6 +281,7 @@ def preset_table() -> str:
         source = preset.source
         if source[:1].isdigit():
             source = f"[{source}](https://arxiv.org/abs/{source})"
+        # A setting with options is a dict: without quotes it is shown as YAML has it.
         cells = [str(knobs[column]).replace("'", "") for column in columns]
         rows.append((name, *cells, preset.remark, source))
     return markdown_table(("preset", *columns, "besides", "source"), rows)

@@ -37,18 +37,10 @@ def web_url(url: str) -> str:
     return url
 
 
-def _without_slash(url: str) -> str:
-    return url.rstrip("/")
-
-
-def _without_repetition(urls: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(urls))
-
-
 WebUrl = Annotated[str, pydantic.AfterValidator(web_url)]
 # The URL of a server, to which paths are appended.
-Url = Annotated[WebUrl, pydantic.AfterValidator(_without_slash)]
-Urls = Annotated[tuple[Url, ...], or_one, pydantic.AfterValidator(_without_repetition)]
+Url = Annotated[WebUrl, pydantic.AfterValidator(lambda url: url.rstrip("/"))]
+_distinct = pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))
 
 
 class PipelineConfig(Section):
@@ -71,7 +63,8 @@ class SyncConfig(Section):
     timeout_s: float = Field(300.0, gt=0)
     """Seconds for one server to load one version; ranks wait for 6x."""
     in_flight: InFlight = "keep"
-    """Requests meanwhile: `keep` continues, `drain` waits, `abort`."""
+    """Requests while new weights are loaded: `keep` continues them, `drain` waits for them, `abort`
+    has them begin again."""
     take_over: bool = False
     """Take the servers of another trainer, which then stops."""
     upload: bool = False
@@ -79,9 +72,9 @@ class SyncConfig(Section):
     check_every: int = Field(20, ge=0)
     """Versions between proofs, besides the first two. 0 disables them."""
     max_logprob_gap: float | None = Field(None, gt=0)
-    """Highest mean |Δ log-prob| in them. Default: dtype's."""
+    """Highest mean |Δ log-prob| in a proof. Default: by the dtype."""
     check_share: float = Field(0.015625, ge=0, le=1)
-    """Share of prompts checked by lot, beside what training checks itself."""
+    """Share of prompts, drawn at random, that are checked besides those that training compares."""
     on_mismatch: Literal["stop", "warn"] = "stop"
     """What a check that fails does to the run."""
 
@@ -92,14 +85,17 @@ class SyncConfig(Section):
 
     @property
     def bucket_timeout_s(self) -> float:
-        """Seconds for a server to join a group, or to take a bucket."""
+        """Seconds for a server to join NCCL's group, or to take one of a version's buckets.
+
+        The other servers wait for it: it gets a quarter of the time for the whole version.
+        """
         return self.timeout_s / 4
 
     @property
     def collective_timeout_s(self) -> float:
-        """Seconds that a rank waits in a collective operation.
+        """Seconds that a rank waits in a collective operation for rank 0.
 
-        It lasts through a weight sync, its repetition, a comparison, and log-probs.
+        Meanwhile rank 0 may sync weights, repeat that, have them compared, and ask for log-probs.
         """
         return self.timeout_s * 6
 
@@ -111,7 +107,7 @@ class ServerConfig(Section):
     """Address of the server; any but loopback needs a token."""
     port: int = Field(8000, ge=1, le=65535)
     """Port of the server."""
-    urls: Urls = ()
+    urls: Annotated[tuple[Url, ...], or_one, _distinct] = ()
     """URLs of the servers. Default: http://host:port."""
     discover: UserPath | None = None
     """Servers that come and go: NAME:PORT, by DNS, or a file of URLs, PATH/FILE."""
@@ -158,6 +154,7 @@ class LaunchConfig(Section):
     trainers: int | None = Field(None, ge=1)
     """Trainer ranks. Default: one per GPU left; 1 on a CPU."""
     gpus_apart: bool | None = None
-    """Servers have GPUs of their own. Default: as `launch` says, or if no server is here."""
+    """Servers have GPUs of their own. Default: as `launch` plans, else if none
+    is on this machine."""
     share_gpu: bool = False
     """One GPU, on which both sides take turns."""

@@ -24,8 +24,7 @@ from hocket.errors import ConfigError
 UNION_MEMBER = re.compile(r"constrained-int|bool|[a-z-]+\[.*\]", re.DOTALL)
 # Similarity, by difflib, from which a known key is offered for one that is unknown.
 SURE = 0.9
-# Text without quotes that YAML 1.2 takes for something else than a string. In YAML 1.1, which is
-# PyYAML's, 1e-6 is text, off is false, and 010 is 8.
+# Text without quotes that YAML 1.2 takes for something else than a string.
 PLAIN = {
     "null": "~|null|Null|NULL|",
     "bool": "true|True|TRUE|false|False|FALSE",
@@ -64,11 +63,12 @@ class _Dumper(yaml.SafeDumper):
     """Quote text that YAML 1.1 or 1.2 would not read as text."""
 
 
-# Both begin without the rules of YAML 1.1. The dumper keeps its own and gets those of 1.2, too.
+# PyYAML's rules are of YAML 1.1, in which 1e-6 is text, off is false, and 010 is 8. The loader has
+# those of 1.2 in their place, the dumper has both.
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern in PLAIN.items():
-    for _side in (_Loader, _Dumper):
-        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), None)
+    for _yaml in (_Loader, _Dumper):
+        _yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), None)
 
 
 def load(
@@ -102,7 +102,7 @@ def load(
         lines = []
         for fault in error.errors():
             for key, text in _explain(fault):
-                lines.append(_source(key, path, values_by_key) + text)
+                lines.append(_origin(key, path, values_by_key) + text)
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -137,12 +137,15 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
     for setting in settings:
         # A file may have = in its name, where it exists.
         is_file = setting.endswith((".yaml", ".yml")) and Path(setting).is_file()
-        is_path = "=" not in setting or is_file
-        (paths if is_path else overrides).append(setting)
+        if "=" not in setting or is_file:
+            paths.append(setting)
+        else:
+            overrides.append(setting)
 
     if len(paths) > 1:
+        # A shell may have cut a value into pieces: then an override is refused with better advice.
         for override in overrides:
-            _read_override(override)  # a value that the shell has cut into pieces is refused here
+            _read_override(override)
         advice = "settings look like section.key=value, and a value with blanks needs quotes"
         raise ConfigError(f"one config file at most, got {', '.join(paths)}; {advice}")
 
@@ -156,19 +159,23 @@ def to_yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
+_REPEATED = ("eval.data.", "rm.", "dpo.")
+"""Sections whose keys `reference` leaves out, as they are those of data, or of sft."""
+
+
 def reference() -> str:
-    """Print all settings, with their defaults and meanings, as Markdown (docs/configuration.md)."""
+    """Print all settings as Markdown (docs/configuration.md).
+
+    The first table has their defaults and meanings, the second their names in other programs.
+    """
     rows = []
     for key, field in _fields():
-        if field.description and not key.startswith(_AS_ELSEWHERE):
+        if field.description and not key.startswith(_REPEATED):
             meaning = field.description.replace("\n", " ")
             rows.append((f"`{key}`", f"`{_default(field)}`", meaning))
     settings = markdown_table(("key", "default", "what it does"), rows)
-    return f"{settings}\n\n{names_table()}"
-
-
-_AS_ELSEWHERE = ("eval.data.", "rm.", "dpo.")
-"""Sections whose keys are those of data, or of sft, where the table has them."""
+    elsewhere = [(key, f"`{names.replace(' ', '`, `')}`") for key, names in _names_elsewhere()]
+    return f"{settings}\n\n{markdown_table(('here', 'in TRL, OpenRLHF or verl'), elsewhere)}"
 
 
 def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -176,7 +183,7 @@ def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldI
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
-        kind = _kinds(field)[0]
+        kind = _kinds(field)[0]  # of a section that may be null the first one of two
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from _fields(kind, f"{key}.")
 
@@ -186,7 +193,7 @@ def _kinds(field: FieldInfo) -> tuple[Any, ...]:
     return get_args(field.annotation) or (field.annotation,)
 
 
-_OF_TEXT = {str, UserPath, re.Pattern[str], type(None)}
+_OF_TEXT = {str, UserPath, re.Pattern[str], type(None)}  # types that no YAML is read for
 _TEXTS = {key for key, field in _fields() if set(_kinds(field)) <= _OF_TEXT}
 """Keys whose value is literal text: "runs/a #3", "2024_10", "0123"."""
 
@@ -194,11 +201,10 @@ _MEANINGS = {key: field.description for key, field in _fields() if field.descrip
 
 
 def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
-    if isinstance(value, Section):
-        value = {}
-    else:
-        value = pydantic_core.to_jsonable_python(value, exclude_none=True)
+    """Write a field's default as YAML; {} for a section, whose keys are listed themselves."""
+    default = field.get_default(call_default_factory=True)
+    is_section = isinstance(default, Section)
+    value = {} if is_section else pydantic_core.to_jsonable_python(default, exclude_none=True)
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
@@ -222,8 +228,8 @@ def _read_override(override: str) -> tuple[str, Any]:
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
 
 
-def _source(key: str, path: str | Path | None, overridden: Iterable[str]) -> str:
-    """Name where a refused value stands, as the beginning of a line; "" without a file."""
+def _origin(key: str, path: str | Path | None, overridden: Iterable[str]) -> str:
+    """Name where a refused value was written, as the beginning of a line; "" without a file."""
     if path is None:
         return ""
     is_typed = any(f"{key}.".startswith(f"{name}.") for name in overridden)
@@ -244,6 +250,7 @@ def _explain(fault: Any) -> Iterator[tuple[str, str]]:
     section_keys = ", ".join(name for name in _MEANINGS if name.startswith(f"{key}."))
     meaning = _MEANINGS.get(key) or section_keys or _MEANINGS.get(key.rpartition(".")[0])
     text = explain(fault)
+    # hocket's own errors, which pydantic calls value_error, need no further words.
     if meaning and fault["type"] != "value_error":
         text = f"{text} ({meaning})"
     yield key, f"{key}: {text}" if key else text
@@ -262,11 +269,11 @@ def _hint(key: str) -> str:
     """Say what was probably meant by a key that is unknown."""
     if key in RENAMED:
         return f"it is {RENAMED[key]!r} now"
-    setting = name_here(key)
+    setting = _name_here(key)
     if setting:
         return f"here that is {setting}"
     known_keys = list(dict(_fields()))
-    if key in known_keys:
+    if key in known_keys:  # with its dots: advise {section: {key: VALUE}}
         return f"in a file, nest it: {key.replace('.', ': {')}: VALUE{'}' * key.count('.')}"
     last_word = key.rpartition(".")[2]
     elsewhere = [name for name in known_keys if name.rpartition(".")[2] == last_word]
@@ -276,31 +283,20 @@ def _hint(key: str) -> str:
     return "`python run.py config --reference` lists all"
 
 
-def name_here(key: str) -> str | None:
-    """Find the setting of hocket for a key that ends with another program's name for it.
-
-    Returns None where no other program has such a name.
-    """
+def _name_here(key: str) -> str | None:
+    """Find the setting of hocket for a key that ends with another program's name for it."""
     settings = {}
-    for setting, names in _rows():
+    for setting, names in _names_elsewhere():
         for name in names.split():
             settings[name] = setting
 
     # "actor.optim.lr" is looked up whole, then as "optim.lr", then as "lr".
-    words = key.split(".")
-    for i in range(len(words)):
-        end = ".".join(words[i:])
-        if end in settings:
-            return settings[end]
-    return None
+    while key and key not in settings:
+        key = key.partition(".")[2]
+    return settings.get(key)
 
 
-def names_table() -> str:
-    """Print the names in other programs as Markdown."""
-    rows = ((setting, f"`{names.replace(' ', '`, `')}`") for setting, names in _rows())
-    return markdown_table(("here", "in TRL, OpenRLHF or verl"), rows)
-
-
-def _rows() -> Iterator[tuple[str, str]]:
+def _names_elsewhere() -> Iterator[tuple[str, str]]:
+    """Yield each setting that other programs have, and its names there, separated by spaces."""
     for table in OTHER_NAMES.each():
         yield from table.items()

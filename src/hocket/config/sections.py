@@ -35,21 +35,19 @@ def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
 
 
-def _as_named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+def _or_key(key: str) -> pydantic.BeforeValidator:
+    """Let a user write TEXT for {key: TEXT}."""
+    return pydantic.BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str | dict) else value
-
-
-or_name = pydantic.BeforeValidator(_as_named)
-"""Lets a user write NAME for {name: NAME}."""
-or_one = pydantic.BeforeValidator(_as_tuple)
+or_name = _or_key("name")
+or_source = _or_key("source")
+or_one = pydantic.BeforeValidator(
+    lambda value: (value,) if isinstance(value, str | dict) else value
+)
 """Lets a user write X for [X]."""
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
-MAX_LORA_RANK = 512
 ChosenDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -57,6 +55,7 @@ def _chosen(chosen: Any) -> str | dict[str, Any]:
     options = {"name": chosen} if isinstance(chosen, str) else chosen
     if not isinstance(options, dict) or not isinstance(options.get("name"), str):
         raise ValueError("must be a name, or {name: NAME, option: value}")
+    # A choice without options has one form, so that equal settings compare equal.
     return options if len(options) > 1 else str(options["name"])
 
 
@@ -133,7 +132,7 @@ class RunConfig(Section):
 
 
 class LoraConfig(Section):
-    rank: int = Field(16, ge=1, le=MAX_LORA_RANK)
+    rank: int = Field(16, ge=1, le=512)  # vLLM serves no higher one
     """Rank of each layer's update."""
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
@@ -179,7 +178,10 @@ class ModelConfig(Section):
         return self.lora is not None and self.lora.quantize is not None
 
     def beside(self, path: str | None) -> "ModelConfig":
-        """Make the section of a whole model: that at `path`, or the one the run starts from."""
+        """Make the section of an auxiliary model, such as the reference or the critic's layers.
+
+        It is the whole model at `path` or, without one, that from which the run starts.
+        """
         changes: dict[str, Any] = {"lora": None}
         if path is not None:
             changes |= {"path": path, "random_init": False}
@@ -226,25 +228,26 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global gradient norm."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Maximum tokens per forward pass; rows on a CPU may end earlier. `auto`: 8192 there; what fits
-    on a GPU."""
+    """Maximum tokens per forward pass. `auto`: what fits on a GPU; 8192 on a CPU, where most rows
+    end earlier."""
     share_prefixes: Annotated[bool | Chosen, Field(union_mode="left_to_right")] = True
-    """What sequences of a micro-batch begin with alike, such as a prompt, is computed once; or your
+    """Equal beginnings of sequences in a micro-batch, such as a prompt, are computed once; or your
     own packer."""
     sequence_parallel: int = Field(1, ge=1)
     """Ranks that compute a row together, each a part of its positions."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32."""
+    """ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 there with offload_optimizer; 0 for a single
+    rank in float32 without it."""
     gradient_checkpointing: Annotated[bool | Chosen, Field(union_mode="left_to_right")] = False
-    """Recomputed activations: less memory, more time. `long`: for very long rows, with what is kept
-    on the CPU; or your own."""
+    """Activations are computed again: less memory, more time. `long`, for very long rows, keeps on
+    the CPU what a layer needs for that; or your own."""
     kernels: Chosen = "eager"
     """Kernels: `eager`, PyTorch's own; `compile`, of torch.compile; `liger`, a package's; or your
     own."""
     offload_optimizer: bool = False
     """Optimizer and (ZeRO-3) gradients on the CPU."""
     deepspeed: dict[str, Any] = Field({})
-    """Others of DeepSpeed: {zero_optimization: {overlap_comm: true}}, or a ds_config.json."""
+    """DeepSpeed's own settings: {zero_optimization: {overlap_comm: true}}, or a ds_config.json."""
 
     def refuse(self) -> None:
         if self.offload_optimizer and self.zero_stage == 0:
@@ -265,8 +268,7 @@ class TrainerConfig(Section):
         return f"{fact}: the learning rate ends at {reached:.3g}, not at {peak:g}; lower it"
 
     def unmeasured(self) -> "TrainerConfig":
-        """Replace micro_batch_tokens=auto by the number for CPUs and plans, where none is
-        measured."""
+        """Replace micro_batch_tokens=auto by 8192: on a CPU and in a plan nothing is measured."""
         if self.micro_batch_tokens != "auto":
             return self
         return self.model_copy(update={"micro_batch_tokens": 8192})
@@ -276,7 +278,7 @@ class StageConfig(Section):
     batch_size: int = Field(64, ge=1)
     """Demonstrations per optimiser step; rm and dpo: pairs."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over them, likewise. Default: trainer.steps steps."""
+    """Passes over the rows. Default: trainer.steps steps."""
 
 
 class PairsConfig(StageConfig, extra="allow"):
@@ -320,7 +322,7 @@ class LoggerSpec(Section, extra="allow"):
 
 class ObserveConfig(Section):
     page: bool | None = None
-    """Live page of the run. Default: of `launch` and `quickstart`."""
+    """Live page of the run. Default: true for `launch` and `quickstart` alone."""
     host: str = "127.0.0.1"
     """Address of the page; any but loopback needs server.token."""
     port: int = Field(8090, ge=1, le=65535)
@@ -340,5 +342,7 @@ class ObserveConfig(Section):
     @property
     def traced(self) -> range:
         """The steps of `trace`, which is "4" or "3..5"; empty without it."""
-        first, _, last = (self.trace or "1..0").partition("..")
+        if self.trace is None:
+            return range(0)
+        first, _, last = self.trace.partition("..")
         return range(int(first), int(last or first) + 1)

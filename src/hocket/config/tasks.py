@@ -12,16 +12,7 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 from pydantic import Field
 
-from hocket.common.registry import refuse_owned
-from hocket.config.sections import Chosen, Names, Range, Section, or_name
-
-
-def _as_source(value: Any) -> Any:
-    return {"source": value} if isinstance(value, str) else value
-
-
-_or_source = pydantic.BeforeValidator(_as_source)
-"""Lets a user write SOURCE for {source: SOURCE}."""
+from hocket.config.sections import Chosen, Names, Range, Section, or_name, or_source
 
 TEMPLATE_ARGUMENTS = (
     "messages",
@@ -36,16 +27,20 @@ TEMPLATE_ARGUMENTS = (
 
 def _check_template(template: bool | dict[str, Any]) -> bool | dict[str, Any]:
     """Refuse options of a chat template that hocket sets itself; take {} for true."""
-    options = template if isinstance(template, dict) else {}
-    refuse_owned("", options, dict.fromkeys(TEMPLATE_ARGUMENTS, ""), options, "")
-    return template if template != {} else True
+    if isinstance(template, bool):
+        return template
+    owned = [name for name in template if name in TEMPLATE_ARGUMENTS]
+    if owned:
+        problems = [f"{name} can't be set, as hocket sets it: leave it out" for name in owned]
+        raise ValueError("; ".join(problems))
+    return template or True
 
 
 class DataConfig(Section):
     """Section data: the rows, and how a prompt is made of each."""
 
     section: ClassVar[str] = "data"  # the section's name in errors
-    otherwise: ClassVar[str] = ""  # the end of an error's advice where rows are of no use
+    otherwise: ClassVar[str] = ""  # what errors about unusable rows advise besides other rows
     source: str = "task:sort"
     """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME, gym:NAME, verifiers:NAME
     (hubs.md)."""
@@ -92,7 +87,8 @@ class DataConfig(Section):
     def kind(self) -> str:
         """The word before the colon of the source, such as "hf"; "" for a file."""
         kind, colon, _ = self.source.partition(":")
-        return kind if colon and kind.isidentifier() and not Path(self.source).is_file() else ""
+        is_file = not colon or not kind.isidentifier() or Path(self.source).is_file()
+        return "" if is_file else kind
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -105,8 +101,8 @@ class CurriculumConfig(Section, extra="allow"):
 
     name: str = "shuffle"
     """Order of prompts: `shuffle`, `sorted` or a plugin's; its options."""
-    # A prompt is retired once all its rollouts have solved it this many times in a row; 0: never.
-    # An option of every curriculum (curriculum.md).
+    # An option of every curriculum (curriculum.md): a prompt is retired once all its rollouts have
+    # solved it this many times in a row; 0: never.
     retire_after: int = Field(0, ge=0)
 
 
@@ -115,14 +111,13 @@ class EnvConfig(Section, extra="allow"):
 
     name: str = "single_turn"
     """`single_turn`, `tools`, `agent`, `step` or a plugin's; its options."""
-    # Turns of an episode, or model calls of an agent. An option of every environment
-    # (environments.md), as is the next.
+    # Options of every environment (environments.md): the turns of an episode, or model calls of an
+    # agent, and the seconds that the environment or the agent may take in an episode.
     max_turns: int = Field(16, ge=1)
-    # Seconds that the environment or the agent may take in an episode.
     timeout_s: float = Field(60.0, gt=0, le=86_400)
     history: str = "keep"
-    """Way with history that outgrows model.max_length: `keep` ends the episode, `drop_oldest`, or a
-    plugin's."""
+    """Treatment of history that outgrows model.max_length: `keep` ends the episode, `drop_oldest`,
+    or a plugin's."""
 
 
 def _default_weight(values: dict[str, Any]) -> float:
@@ -142,7 +137,7 @@ class RewardSpec(Section, extra="allow"):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _read(cls, value: Any) -> Any:
+    def _read_number(cls, value: Any) -> Any:
         """Take a bare number for the weight."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return {"weight": value} if is_number else value
@@ -182,15 +177,15 @@ class HeldOutConfig(DataConfig):
     def with_rest_of(self, data: DataConfig) -> "HeldOutConfig | None":
         """Take from `data` what is not set here. Returns None where no other rows are named."""
         is_set = self.model_fields_set
-        # Another split is other rows, except in a file, or in a folder that the package datasets
-        # has saved without splits.
+        # Another split is other rows, except in a file, which has none. A data set of the hub may
+        # lack the split of the default, and a folder that the package datasets has saved has none.
         has_split = data.kind != ""
         if data.kind == "hf":
             folder = Path(data.source.removeprefix("hf:")).expanduser()
             is_saved = folder.joinpath("state.json").is_file()
-            has_split = not is_saved and "split" in is_set
-        names_rows = "source" in is_set or (has_split and self.split != data.split)
-        if not names_rows:
+            has_split = "split" in is_set and not is_saved
+        names_split = has_split and self.split != data.split
+        if "source" not in is_set and not names_split:
             return None
         unset = DataConfig.model_fields.keys() - is_set - {"split", "limit"}
         return self.model_copy(update={name: getattr(data, name) for name in unset})
@@ -226,7 +221,7 @@ class SourceConfig(DataConfig):
 
     name: str = ""  # default: the name of its file, data set or task
     weight: float = Field(1.0, ge=0)  # share of the draws, relative to the other sources
-    held_out: Annotated[HeldOutConfig, _or_source] = HeldOutConfig()  # takes the keys of eval.data
+    held_out: Annotated[HeldOutConfig, or_source] = HeldOutConfig()  # takes the keys of eval.data
     env: Annotated[EnvConfig | None, or_name] = None
     curriculum: Annotated[CurriculumConfig | None, or_name] = None
     # Takes the keys of rewards.functions.
@@ -264,7 +259,9 @@ class SourceSettings:
     @property
     def reward_names(self) -> tuple[str, ...]:
         """The rewards of training and evaluation. A name may stand twice."""
-        return (*self.rewards.functions, self.eval_reward)
+        names = list(self.rewards.functions)
+        names.append(self.eval_reward)
+        return tuple(names)
 
     @property
     def pass_reward(self) -> str:
@@ -279,7 +276,7 @@ class SourceSettings:
 class TrainingDataConfig(DataConfig):
     """Section data, with the keys that only the run itself has."""
 
-    sources: tuple[Annotated[SourceConfig, _or_source], ...] = ()
+    sources: tuple[Annotated[SourceConfig, or_source], ...] = ()
     """Several sources, drawn by weight, in place of `source`: [{source, weight, rewards, env, ...}]
     (mixtures.md)."""
     exclude_overlap: bool = False

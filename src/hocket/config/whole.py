@@ -27,6 +27,7 @@ Each takes the values of a config, and returns them with that program's settings
 setting_reader = SETTING_READERS.register
 
 
+WHOLE_VERSIONS = ("auto", "disk", "nccl")  # transports that send all tensors of a version
 RENAMED = {"algorithm.baseline": "algorithm.advantage", "algorithm.clip": "algorithm.objective"}
 """Former name of a setting -> its name now."""
 
@@ -91,16 +92,16 @@ class Config(Section):
         settings = {}
         for entry in self.data.sources:
             name = entry.resolved_name
-            settings[name] = self._source(name, entry)
+            settings[name] = self._settings_of(name, entry)
         return settings
 
     @property
     def default_source(self) -> tasks.SourceSettings:
         """The settings of a source that overrides none of the run's."""
-        return self._source("", tasks.SourceConfig(held_out=self.eval.data))
+        return self._settings_of("", tasks.SourceConfig(held_out=self.eval.data))
 
-    def _source(self, name: str, entry: tasks.SourceConfig) -> tasks.SourceSettings:
-        """Put a source's settings in place of the run's."""
+    def _settings_of(self, name: str, entry: tasks.SourceConfig) -> tasks.SourceSettings:
+        """Join the settings of a source, where it has some, and the run's, where it has none."""
         data = self.data.of(entry)
         rewards = self.rewards
         if entry.rewards is not None:
@@ -159,10 +160,9 @@ class Config(Section):
         # A key that is unset here has the value of section data. Written out, it would be set when
         # the file is read again, and a `source` that is set names held-out rows.
         values["eval"]["data"] = self.eval.data.model_dump(mode="json", exclude_unset=True)
-        sources = [
+        values["data"]["sources"] = [
             source.model_dump(mode="json", exclude_unset=True) for source in self.data.sources
         ]
-        values["data"]["sources"] = sources
         return values
 
     def changes(self, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -173,12 +173,8 @@ class Config(Section):
         # A setting that is newer than the earlier values had its default then.
         old = _by_key(Config().as_dict()) | _by_key(before)
         new = _by_key(self.as_dict())
-        keys = (old.keys() | new.keys()) - {"checkpoint.resume"}
-        changed = {}
-        for key in sorted(keys):
-            if old.get(key) != new.get(key):
-                changed[key] = (old.get(key), new.get(key))
-        return changed
+        keys = sorted((old.keys() | new.keys()) - {"checkpoint.resume"})
+        return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
     @property
     def run_dir(self) -> Path:
@@ -192,7 +188,10 @@ class Config(Section):
 
     @property
     def gpus_apart(self) -> bool:
-        """True if trainer and servers have GPUs of their own: no server is on this machine."""
+        """Whether trainer and servers have GPUs of their own.
+
+        Where no setting says so, they have if no server is on this machine.
+        """
         if self.launch.share_gpu:
             return False
         if self.launch.gpus_apart is not None:
@@ -270,11 +269,12 @@ def _check_thinking(config: Config, source: tasks.SourceSettings) -> None:
 
 
 def _check_credit(config: Config, source: tasks.SourceSettings) -> None:
+    if not config.algorithm.by_turn:
+        return
     env = source.rewards.functions.get("env")
     if env is None and source.env.name == "tools":
         return  # no turn has a reward: the credit of each comes from the rewards of the episode
-    is_changed = env is None or env.gate or env.clip or env.normalize
-    if config.algorithm.by_turn and is_changed:
+    if env is None or env.gate or env.clip or env.normalize:
         needed = "rewards of turns as they are given"
         advice = "add rewards.functions.env, with a weight alone"
         raise ValueError(f"algorithm.credit={config.algorithm.credit} needs {needed}: {advice}")
@@ -317,7 +317,7 @@ def _check_best(config: Config) -> None:
 
 def _check_transport(config: Config) -> None:
     transport = config.sync.transport
-    if transport not in ("auto", "disk", "nccl") and config.model.lora is not None:
+    if transport not in WHOLE_VERSIONS and config.model.lora is not None:
         fact = f"sync.backend={transport} has no effect with model.lora, whose adapters are small"
         raise ValueError(f"{fact}: set sync.backend=disk")
 
@@ -351,32 +351,21 @@ def _check_share_gpu(config: Config) -> None:
     if not launch.share_gpu:
         return
 
-    def refuse_if(contradicts: object, reason: str) -> None:
+    transport = config.sync.transport
+    is_ahead = config.pipeline.max_staleness not in ("auto", 0)
+    discover = config.server.discover
+    has_several = len(config.server_urls) > 1 or (launch.servers or 1) > 1
+    contradictions = {
+        "needs pipeline.max_staleness=0: both take turns": is_ahead,
+        "needs sync.backend=disk: NCCL can't connect two processes on one GPU": transport == "nccl",
+        "needs sync.backend=disk: whole versions are written": transport not in WHOLE_VERSIONS,
+        "is for one server that server.urls names: leave server.discover out": discover,
+        "is for one server; give several GPUs of their own": has_several,
+        "contradicts launch.gpus_apart=true": launch.gpus_apart,
+    }
+    for reason, contradicts in contradictions.items():
         if contradicts:
             raise ValueError(f"launch.share_gpu {reason}")
-
-    refuse_if(
-        config.pipeline.max_staleness not in ("auto", 0),
-        "needs pipeline.max_staleness=0: both take turns",
-    )
-    transport = config.sync.transport
-    refuse_if(
-        transport == "nccl",
-        "needs sync.backend=disk: NCCL can't connect two processes on one GPU",
-    )
-    refuse_if(
-        transport not in ("auto", "disk", "nccl"),
-        "needs sync.backend=disk: whole versions are written",
-    )
-    refuse_if(
-        config.server.discover,
-        "is for one server that server.urls names: leave server.discover out",
-    )
-    refuse_if(
-        len(config.server_urls) > 1 or (launch.servers or 1) > 1,
-        "is for one server; give several GPUs of their own",
-    )
-    refuse_if(launch.gpus_apart, "contradicts launch.gpus_apart=true")
 
 
 def _check_token(config: Config) -> None:

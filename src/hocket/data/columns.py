@@ -32,10 +32,8 @@ def columns_of(row: Any, names: Collection[str]) -> dict[str, Any]:
     row: a line of JSON as bytes, or a mapping. Raise ValueError if it is neither, or if a text
     has half a character.
     """
-    columns = row
     try:
-        if isinstance(row, bytes):
-            columns = parsed(row)
+        columns = parsed(row) if isinstance(row, bytes) else row
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{error}; {LINE}") from error
     if not isinstance(columns, Mapping):
@@ -47,7 +45,7 @@ def columns_of(row: Any, names: Collection[str]) -> dict[str, Any]:
     return columns
 
 
-def parsed(text: bytes) -> Any:
+def parsed(text: str | bytes) -> Any:
     """Parse JSON. Raise ValueError if it is not valid, or if an object has a key twice."""
     return json.loads(text, object_pairs_hook=_object)
 
@@ -76,6 +74,108 @@ def column(columns: Mapping[str, Any], data: DataConfig, setting: str, hint: str
     return columns[name]
 
 
+# Texts and chats, as tables and hub data sets have them
+
+
+def _text_or_chat(value: Any, name: str) -> Any:
+    """Read the value of column `name`: a text or a chat. Another value stays as it is."""
+    value = _without_numpy(value)
+    if isinstance(value, str):
+        value = _chat_in(value, name)
+    check_characters(value, f"column {name!r}")
+    return [_repaired(message) for message in value] if isinstance(value, list) else value
+
+
+def _without_numpy(value: Any) -> Any:
+    """Replace numpy's arrays and numbers by lists and numbers of Python."""
+    if isinstance(value, list | tuple):
+        return [_without_numpy(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: _without_numpy(part) for key, part in value.items()}
+    if not hasattr(value, "tolist"):  # nothing of numpy
+        return value
+    if getattr(value, "shape", None) == () and str(value.dtype).startswith("float"):
+        return float(str(value))  # a float32's 0.1, not 0.10000000149011612
+    return _without_numpy(value.tolist())
+
+
+def _chat_in(text: str, name: str) -> Any:
+    """Return the chat that a text holds as JSON, as in CSV files; other text stays as it is."""
+    # A text that only looks like a list must stay text: it needs a role, too.
+    bare = text.strip()
+    if not (bare.startswith("[") and bare.endswith("]") and _ROLE.search(bare)):
+        return text
+    try:
+        chat = parsed(bare)
+    except ValueError as error:
+        raise ValueError(
+            f"column {name!r} is a chat as text, but not as JSON: {error}; "
+            f"write it by json.dumps: {bare!r:.80}"
+        ) from error
+    for part in chat:
+        if not isinstance(part, dict) or part.keys().isdisjoint({"role", "from"}):
+            return text
+    return chat
+
+
+def _repaired(message: Any) -> Any:
+    """Undo what tables do to a message: drop nulls and empty calls, and join parts of text.
+
+    `checked` refuses later what is wrong with the message itself.
+    """
+    if not isinstance(message, Mapping):
+        return message
+    message = without_nulls(message)
+    for key in list(message):
+        if message[key] != message[key]:  # NaN, with which pandas fills tables
+            del message[key]
+    if isinstance(message.get("tool_calls"), str):
+        # Calls that are no JSON stay text; `checked` refuses them.
+        with contextlib.suppress(ValueError):
+            message["tool_calls"] = json.loads(message["tool_calls"])
+    if not message.get("tool_calls", True):
+        del message["tool_calls"]
+    # Parts that are all text are one text: templates of models without images read only that.
+    content = message.get("content")
+    if isinstance(content, list) and content and all(map(_is_text, content)):
+        message["content"] = "".join(part["text"] for part in content)
+    return message
+
+
+def _is_text(part: Any) -> bool:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        return False
+    return isinstance(part.get("text"), str)
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop the nulls with which tables fill objects."""
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return value
+
+
+def check_characters(value: Any, place: str) -> None:
+    """Raise ValueError if a text in `value` has half a character. `place` names it in the error."""
+    if isinstance(value, str):
+        half = _HALF.search(value)
+        if half:
+            raise ValueError(
+                f"{place} has half a character, {half[0]!r}, at place {half.start()}: another "
+                "program has cut an emoji or the like; repair the text"
+            )
+    elif isinstance(value, Mapping):
+        check_characters(list(value.items()), place)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            check_characters(part, place)
+
+
+# Answers
+
+
 def answer_of(columns: Mapping[str, Any], data: DataConfig) -> str | None:
     """Return a row's answer as text, cut out by data.answer_pattern.
 
@@ -101,43 +201,6 @@ def cut_out(answer: str, pattern: re.Pattern[str]) -> str:
     """Return group 1 of the pattern's first match, without the spaces around it. "" if none."""
     match = pattern.search(answer)
     return (match[1] or "").strip() if match else ""
-
-
-def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
-    """Read a prompt with its completion, and return it as a run writes its rollouts.
-
-    The row has the columns that the section names, or else `prompt` and `answer`. If
-    data.answer_pattern finds nothing in an answer, it is taken to be cut out already.
-    """
-    prompt_column = data.prompt_column
-    answer_column = data.answer_column or "answer"
-    columns = columns_of(row, {prompt_column, "prompt", "messages"})
-    if prompt_column not in columns:
-        prompt_column = "prompt"
-    if answer_column not in columns:
-        answer_column = "answer"
-
-    # A column that is text or null stays. Chats are checked, and lose their training marks.
-    sample = dict(columns)
-    for name in (prompt_column, "messages"):
-        if not isinstance(columns.get(name), str | None):
-            messages = checked(columns[name], name, (str, list))
-            sample[name] = [unmarked(message) for message in messages]
-    sample["prompt"] = sample.get(prompt_column)
-
-    answer = columns.get(answer_column)
-    if answer is not None:
-        answer = as_answer(answer, answer_column)
-        if data.answer_pattern is not None:
-            answer = cut_out(answer, data.answer_pattern) or answer
-
-    used = (prompt_column, answer_column, "messages", "completion")
-    return sample | {
-        "answer": answer,
-        "meta": {name: value for name, value in columns.items() if name not in used},
-        "parts": {"env": columns.get("reward")},
-        "failed": None,
-    }
 
 
 def as_answer(value: Any, name: str) -> str:
@@ -178,32 +241,7 @@ def as_answer(value: Any, name: str) -> str:
     return "0" if digits == "-0" else digits
 
 
-def check_characters(value: Any, place: str) -> None:
-    """Raise ValueError if a text in `value` has half a character. `place` names it in the error."""
-    if isinstance(value, str):
-        half = _HALF.search(value)
-        if half:
-            raise ValueError(
-                f"{place} has half a character, {half[0]!r}, at place {half.start()}: another "
-                "program has cut an emoji or the like; repair the text"
-            )
-    elif isinstance(value, Mapping):
-        for key in value:
-            check_characters(key, place)
-        for part in value.values():
-            check_characters(part, place)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            check_characters(part, place)
-
-
-def without_nulls(value: Any) -> Any:
-    """Drop the nulls with which tables fill objects."""
-    if isinstance(value, list):
-        return [without_nulls(part) for part in value]
-    if isinstance(value, Mapping):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return value
+# Chats: what is wrong with one
 
 
 def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> list[Message]:
@@ -225,11 +263,11 @@ def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> li
 
 def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) -> Message:
     if not isinstance(message, Mapping):
-        raise _no_message(message, place)
+        raise ValueError(_no_message(message, place))
     if "role" not in message and {"from", "value"} <= message.keys():
         advice = "rename 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
         raise ValueError(f"{_no_message(message, place)}: {advice}")
-    # The marks are read from the message itself, at the end.
+    # The marks are left out here; at the end they become a weight of 0, or nothing.
     fields = {key: value for key, value in message.items() if key not in MARKS}
     role = fields.get("role")
     if role == "assistant":
@@ -241,12 +279,13 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
             advice = ": only models that take images have parts that are no text"
         raise ValueError(f"{_no_message(message, place)}{advice}")
 
-    # Templates compare roles letter by letter, and ignore keys that they do not know.
-    plain = role.strip().lower()
-    right = WRONG_ROLES.get(plain, plain)
-    if right in ROLES and role != right:
+    # Templates compare roles letter by letter, and ignore keys that they do not know. Roles beyond
+    # ROLES, such as "developer", are left to them.
+    lower_case = role.strip().lower()
+    known = WRONG_ROLES.get(lower_case, lower_case)
+    if known in ROLES and role != known:
         raise ValueError(
-            f"{place} has the role {role!r}, which chat templates do not know: write {right!r}"
+            f"{place} has the role {role!r}, which chat templates do not know: write {known!r}"
         )
     if "function_call" in fields:
         raise ValueError(
@@ -256,7 +295,7 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
     if not isinstance(calls, list):
         raise ValueError(f"{place} must have a list of tool_calls, got {calls!r:.80}")
 
-    # An assistant's turn without text is empty only if it has nothing else.
+    # An assistant's turn without text is empty only if it has nothing but role and content.
     is_blank = isinstance(content, str) and not content.strip()
     has_only_text = len(fields) == 2
     if is_blank and (role == "user" or (role == "assistant" and has_only_text)):
@@ -266,8 +305,8 @@ def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) ->
     return fields
 
 
-def _no_message(message: Any, place: str) -> ValueError:
-    return ValueError(f"{place} must be {{'role': text, 'content': text}}, got {message!r:.80}")
+def _no_message(message: Any, place: str) -> str:
+    return f"{place} must be {{'role': text, 'content': text}}, got {message!r:.80}"
 
 
 def _is_taught(message: Message, place: str) -> bool:
@@ -290,68 +329,40 @@ def unmarked(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "weight"}
 
 
-def _text_or_chat(value: Any, name: str) -> Any:
-    """Read the value of column `name`: a text or a chat. Another value stays as it is."""
-    value = _without_numpy(value)
-    if isinstance(value, str):
-        value = _chat_in(value, name)
-    check_characters(value, f"column {name!r}")
-    return [_message(part) for part in value] if isinstance(value, list) else value
+# Rows that have a completion, too
 
 
-def _without_numpy(value: Any) -> Any:
-    """Replace numpy's arrays and numbers by lists and numbers of Python."""
-    if isinstance(value, list | tuple):
-        return [_without_numpy(part) for part in value]
-    if isinstance(value, Mapping):
-        return {key: _without_numpy(part) for key, part in value.items()}
-    if getattr(value, "shape", None) == () and str(value.dtype).startswith("float"):
-        return float(str(value))  # a float32's 0.1, not 0.10000000149011612
-    # Other numbers of numpy, and arrays.
-    return _without_numpy(value.tolist()) if hasattr(value, "tolist") else value
+def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
+    """Read a row with a prompt and its completion, and return it as a run writes a rollout.
 
+    `score` reads such rows from a file that no run wrote. The row has the columns that the section
+    names, or else `prompt` and `answer`. If data.answer_pattern finds nothing in an answer, it is
+    taken to be cut out already.
+    """
+    columns = columns_of(row, {data.prompt_column, "prompt", "messages"})
+    prompt_column = data.prompt_column if data.prompt_column in columns else "prompt"
+    answer_column = data.answer_column or "answer"
+    if answer_column not in columns:
+        answer_column = "answer"
 
-def _chat_in(text: str, name: str) -> Any:
-    """Return the chat that a text holds as JSON, as in CSV files; other text stays as it is."""
-    # A text that only looks like a list must stay text: it needs a role, too.
-    bare = text.strip()
-    if not (bare.startswith("[") and bare.endswith("]") and _ROLE.search(bare)):
-        return text
-    try:
-        chat = json.loads(bare, object_pairs_hook=_object)
-    except ValueError as error:
-        raise ValueError(
-            f"column {name!r} is a chat as text, but not as JSON: {error}; "
-            f"write it by json.dumps: {bare!r:.80}"
-        ) from error
-    for part in chat:
-        if not isinstance(part, dict) or part.keys().isdisjoint({"role", "from"}):
-            return text
-    return chat
+    # Text and null stay. Chats are checked, and lose their training marks, as in a Prompt.
+    sample = dict(columns)
+    for name in (prompt_column, "messages"):
+        if not isinstance(columns.get(name), str | None):
+            messages = checked(columns[name], name, (str, list))
+            sample[name] = [unmarked(message) for message in messages]
+    sample["prompt"] = sample.get(prompt_column)
 
+    answer = columns.get(answer_column)
+    if answer is not None:
+        answer = as_answer(answer, answer_column)
+        if data.answer_pattern is not None:
+            answer = cut_out(answer, data.answer_pattern) or answer
 
-def _message(message: Any) -> Any:
-    """Drop nulls and empty calls from a message, and join parts that are all text."""
-    if not isinstance(message, Mapping):
-        return message
-    message = without_nulls(message)
-    for key in list(message):
-        if message[key] != message[key]:  # NaN, with which pandas fills tables
-            del message[key]
-    if isinstance(message.get("tool_calls"), str):
-        # Calls that are no JSON stay text; `checked` refuses them.
-        with contextlib.suppress(ValueError):
-            message["tool_calls"] = json.loads(message["tool_calls"])
-    if not message.get("tool_calls", True):
-        del message["tool_calls"]
-    # Parts that are all text are one text: templates of models without images read only that.
-    content = message.get("content")
-    if isinstance(content, list) and content and all(map(_is_text, content)):
-        message["content"] = "".join(part["text"] for part in content)
-    return message
-
-
-def _is_text(part: Any) -> bool:
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        return False
-    return isinstance(part.get("text"), str)
+    used = (prompt_column, answer_column, "messages", "completion")
+    return sample | {
+        "answer": answer,
+        "meta": {name: value for name, value in columns.items() if name not in used},
+        "parts": {"env": columns.get("reward")},
+        "failed": None,
+    }

@@ -16,9 +16,9 @@ from hocket.formats import OutcomeRow, SizeRow
 from hocket.types import Prompt
 
 
-def unlike(
+def drop_held_out(
     sources: Mapping[str, Prompts],
-    tested: Collection[str],
+    held_out: Collection[str],
     exclude: bool,
     say: Callable[[str], None],
 ) -> dict[str, Prompts]:
@@ -26,7 +26,7 @@ def unlike(
 
     Two prompts are alike if they have the same question and answer, but for white space.
 
-    tested: the keys (`Prompts.keys`) of the held-out prompts. exclude: whether these are dropped
+    held_out: the keys (`Prompts.keys`) of the held-out prompts. exclude: whether these are dropped
     from the training prompts. Raise DataError if a source has no others.
     """
     # Compare over all sources: two of them may have the same prompt.
@@ -35,23 +35,24 @@ def unlike(
     for keys in keys_of.values():
         all_keys += keys
 
-    num_twice = len(all_keys) - len(set(all_keys))
-    if num_twice:
-        say(f"{num_twice:,} of {len(all_keys):,} training prompts repeat another one")
-    num_tested = sum(key in tested for key in all_keys)
-    if num_tested:
+    num_repeated = len(all_keys) - len(set(all_keys))
+    if num_repeated:
+        say(f"{num_repeated:,} of {len(all_keys):,} training prompts repeat another one")
+    num_held_out = sum(key in held_out for key in all_keys)
+    if num_held_out:
         action = "left out" if exclude else "data.exclude_overlap=true leaves them out"
         say(
-            f"{num_tested:,} of {len(all_keys):,} training prompts are held-out ones, too: {action}"
+            f"{num_held_out:,} of {len(all_keys):,} training prompts are held-out ones, too: "
+            f"{action}"
         )
-
-    # Select from the sources that have held-out prompts. The others stay as they are, and with
-    # them the fingerprints that a resumed run compares.
-    remaining = dict(sources)
     if not exclude:
-        return remaining
+        return dict(sources)
+
+    # A source without held-out prompts stays as it is, and with it the fingerprint that a resumed
+    # run compares.
+    remaining = dict(sources)
     for name, prompts in sources.items():
-        kept = [index for index, key in enumerate(keys_of[name]) if key not in tested]
+        kept = [index for index, key in enumerate(keys_of[name]) if key not in held_out]
         if not kept:
             raise DataError(
                 f"data.exclude_overlap leaves no prompt of {name or 'data.source'}: "
@@ -62,11 +63,11 @@ def unlike(
     return remaining
 
 
-class MixedStream(PromptStream):
+class MixedStream:
     """Draws from several streams by weight.
 
-    Each stream has epochs of its own; the draws are numbered over all streams. It shares only the
-    methods of a PromptStream, not its state.
+    Each stream has epochs of its own; the draws are numbered over all streams. Its public methods
+    are those of a PromptStream.
 
     Example: source "b" has twice the weight of "a".
 
@@ -85,13 +86,10 @@ class MixedStream(PromptStream):
     ) -> None:
         self._num_drawn = 0
         self._streams = streams
-        # The streams take their numbers from here.
-        for stream in streams.values():
-            stream.next_number = lambda: self._num_drawn
         self._weights = weights
         self._seed = seed
-        self._source_of: dict[int, str] = {}  # the source of each draw in flight
-        self._repeats = collections.deque[int]()  # draws to repeat after a restore
+        self._source_of: dict[int, str] = {}  # the source of each draw in flight, by number
+        self._repeats = collections.deque[int]()  # numbers to draw again after a restore
         self.uses_pass_rates = any(stream.uses_pass_rates for stream in streams.values())
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
@@ -107,14 +105,14 @@ class MixedStream(PromptStream):
         """Draw the next prompt. Returns it by its number; {} once all sources are exhausted."""
         if self._repeats:
             source = self._source_of[self._repeats.popleft()]
-            return self._streams[source].take(1)
+            return self._streams[source].draw(self._num_drawn)
 
         # The generator is seeded by the number of the draw, so checkpoints need not have it.
         rng = random.Random(f"{self._seed}:source:{self._num_drawn}")
         weights = dict(self._weights)
         while weights:
             (source,) = rng.choices(list(weights), list(weights.values()))
-            draw = self._streams[source].take(1)
+            draw = self._streams[source].draw(self._num_drawn)
             if draw:
                 self._source_of[self._num_drawn] = source
                 self._num_drawn += 1
@@ -150,3 +148,7 @@ class MixedStream(PromptStream):
             for draw in state["sources"][source]["in_flight"]:
                 self._source_of[draw["draw"]] = source
         self._repeats = collections.deque(sorted(self._source_of))
+
+
+Stream = PromptStream | MixedStream
+"""The draws of a run, from one source or from several."""

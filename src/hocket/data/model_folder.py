@@ -37,7 +37,8 @@ def examine(
     files although config.json ties them. A model of the hub is examined as far as the cache has
     its files.
 
-    trains: whether the trainer loads the model; else vLLM does, which takes more formats.
+    trains: whether the trainer loads the model; else vLLM does, which takes more formats. head: the
+    head that is used, and so must be in the files; None: the body alone is used.
     needs_weights: whether the folder must have weights; the plan of a run needs none.
     """
     path = model.path
@@ -66,6 +67,7 @@ def refuse(problems: Sequence[str], path: str, setting: str) -> None:
     name = f"{setting}={path}"
     if len(problems) == 1:
         (problem,) = problems
+        # The problems of the tokenizer name the model themselves.
         raise ConfigError(problem if name in problem else f"{name}: {problem}")
     if problems:
         message = f"{name} can't be used as it is:"
@@ -74,16 +76,15 @@ def refuse(problems: Sequence[str], path: str, setting: str) -> None:
         raise ConfigError(message)
 
 
-ADAPTER = (
-    "it has adapter_config.json beside config.json, which transformers adds to the model and vLLM "
-    "does not; move the adapter_* files to a folder of their own to use the model alone, or to "
-    "merge both with export"
-)
-
-
 def adapter_beside(path: str) -> list[str]:
     """Return the problem of an adapter in a model's folder, if there is one."""
-    return [ADAPTER] if model_files.local_file(path, "adapter_config.json") else []
+    if model_files.local_file(path, "adapter_config.json") is None:
+        return []
+    return [
+        "it has adapter_config.json beside config.json, which transformers adds to the model and "
+        "vLLM does not; move the adapter_* files to a folder of their own to use the model alone, "
+        "or to merge both with export"
+    ]
 
 
 def _pointers(path: str) -> list[str]:
@@ -177,16 +178,3 @@ def _without_weights(path: str, *, trains: bool) -> list[str]:
         "or download it again, or save it with transformers; model.random_init=true draws random "
         "weights"
     ]
-
-
-def has_weights(path: str) -> bool:
-    """Check whether a folder has weights, whole or in part."""
-    files, problems = model_files.weight_files(path)
-    return bool(files or problems)
-
-
-def has_tensor(path: str, name: str) -> bool:
-    """Check whether the weight files hold a tensor of this name."""
-    files, _ = model_files.weight_files(path)
-    shapes, _ = model_files.read_headers(files)
-    return name in shapes

@@ -1,5 +1,6 @@
 """The prompts of one source, as the streams draw them."""
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
@@ -17,7 +18,11 @@ class Prompts(Sequence[Prompt]):
 
     def __init__(self, prompts: Iterable[Prompt] = ()) -> None:
         self._rows: Any = list(prompts)
-        self.fingerprint = sha256_of_text("".join(map(digest_of, self._rows)))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of all prompts: a run is resumed only with the same ones."""
+        return sha256_of_text("".join(map(digest_of, self._rows)))
 
     def column(self, name: str) -> list[Any]:
         """Return a further column of the data; None where a row lacks it."""

@@ -13,7 +13,7 @@ from typing import Any
 from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data.columns import answer_of, checked, column, unmarked
-from hocket.data.template import DAY, EXCHANGE, PROBE, QUESTION, SYSTEM, rendered, shows
+from hocket.data.template import DAY, EXCHANGE, PROBE, first_special, rendered, shows_system
 from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
 
@@ -32,7 +32,10 @@ class TooLongError(ValueError):
 
 
 def opening_of(prompt: str) -> str:
-    """Return the thought that ends a prompt, open or closed: "<think>\\n". "" if there is none."""
+    """Return the opening of a thought with which a prompt ends: "<think>\\n". "" if there is none.
+
+    Some templates close the thought at once: "<think>\\n\\n</think>\\n\\n".
+    """
     opening = OPENING.search(prompt)
     return opening[0] if opening else ""
 
@@ -116,13 +119,13 @@ class Renderer:
         try:
             self.render(self.chat("?"))
         except ValueError as error:
-            if self._data.system_prompt is not None and not self._tools:
+            if self._tools:
+                raise DataError(str(error)) from error
+            if self._data.system_prompt is not None:
                 setting = f"{self._data.section}.system_prompt"
                 raise DataError(
                     f"{setting}: {error}; leave it out, or write it into the prompts"
                 ) from error
-            if self._tools:
-                raise DataError(str(error)) from error
             # Else the template may refuse only this question: each row that it refuses is named.
 
     # Rows
@@ -170,7 +173,7 @@ class Renderer:
             return self.asked(value, **options)
 
         # A chat: it must end where the model is to go on.
-        messages = self.introduced(checked(value, name, self.contents))
+        messages = self.with_system_prompt(checked(value, name, self.contents))
         if messages[-1]["role"] == "assistant":
             raise ValueError(
                 f"column {name!r} ends with an assistant message: nothing is left to answer"
@@ -185,9 +188,9 @@ class Renderer:
 
     def chat(self, text: str) -> tuple[Message, ...]:
         """Return the chat in which the user says `text`."""
-        return tuple(self.introduced([{"role": "user", "content": text}]))
+        return tuple(self.with_system_prompt([{"role": "user", "content": text}]))
 
-    def introduced(self, messages: list[Message]) -> list[Message]:
+    def with_system_prompt(self, messages: list[Message]) -> list[Message]:
         """Put data.system_prompt before a chat, unless that has a system message already."""
         system_prompt = self._data.system_prompt
         if system_prompt is None:
@@ -212,7 +215,7 @@ class Renderer:
             self._warnings.add(text)
             log.warning(text)
 
-    def notice(self, text: str) -> None:
+    def warn_special_tokens(self, text: str) -> None:
         """Warn of special tokens that a text spells out: the tokenizer reads them as real ones."""
         for token in self._special.findall(text):
             advice = "remove it from the text"
@@ -233,7 +236,7 @@ class Renderer:
 
     # Images: here there are none; hocket.data.vision overrides these methods.
 
-    def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
+    def split_images(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
         """Split a row into columns without images and the images.
 
         Raise ValueError for images if the model takes none.
@@ -248,7 +251,7 @@ class Renderer:
                 )
         return columns, ()
 
-    def expanded(
+    def insert_images(
         self,
         token_ids: list[int],
         raw_images: Sequence[Any],
@@ -258,18 +261,18 @@ class Renderer:
     ) -> tuple[list[int], Images]:
         """Put each image's tokens in the place of its placeholder. Returns the ids and the images.
 
-        raw_images: images as `seen` and `observed` return them. before: the images of the
-        sequence before `token_ids`. whole: False if the ids may be only a prefix, which has
-        placeholders for the first images.
+        raw_images: images as `split_images` and `split_observation` return them. before: the
+        images of the sequence before `token_ids`. whole: False if the ids may be only a prefix,
+        which has placeholders for the first images.
         """
         return token_ids, ()
 
-    def observed(self, observation: Any) -> tuple[Any, Sequence[Any]]:
+    def split_observation(self, observation: Any) -> tuple[Any, Sequence[Any]]:
         """Split an environment's observation into one without images and the images."""
         return observation, ()
 
-    def origin(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
-        """Describe the image files that rows name: a cache of prompts depends on them, too."""
+    def image_files(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Describe the image files that rows name, as a cache of prompts depends on them."""
         return []
 
     # Token ids
@@ -311,7 +314,7 @@ class Renderer:
         """
         # Contents come from rows and environments: they may spell special tokens.
         for message in messages:
-            self.notice(text_of(message.get("content") or ""))
+            self.warn_special_tokens(text_of(message.get("content") or ""))
         arguments: dict[str, Any] = {
             "tools": self._tools,
             "add_generation_prompt": True,
@@ -323,45 +326,30 @@ class Renderer:
         arguments.update(more)
         readable = [_for_template(message) for message in messages]
         text = rendered(self._tokenizer, readable, **arguments)
-        self._check_shown(text, messages, options, arguments)
-        return text
-
-    def _check_shown(
-        self, text: str, messages: Sequence[Message], options: Options, arguments: Mapping[str, Any]
-    ) -> None:
-        """Raise ValueError if the template leaves out tools or a system message.
-
-        text: the messages, rendered with `options` and `arguments`.
-        """
-        if arguments["tools"]:
-            # A template that reads the tools writes another text without them.
-            without_tools = self.render(
-                messages,
-                options,
-                tools=None,
-                add_generation_prompt=arguments["add_generation_prompt"],
-                tokenize=arguments["tokenize"],
-            )
-            if text == without_tools:
-                raise ValueError(
-                    "the chat template does not show the model its tools; take one that does "
-                    "(chat_template.jinja in the model's folder), or leave the tools out"
-                )
         if not self._shows_system and any(message["role"] == "system" for message in messages):
             raise ValueError(
                 "the chat template leaves system messages out; take one that shows them"
             )
+        # A template that reads the tools writes another text without them.
+        without_tools = arguments | {"tools": None}
+        if arguments["tools"] and text == rendered(self._tokenizer, readable, **without_tools):
+            raise ValueError(
+                "the chat template does not show the model its tools; take one that does "
+                "(chat_template.jinja in the model's folder), or leave the tools out"
+            )
+        return text
 
     @functools.cached_property
     def _shows_system(self) -> bool:
-        return shows(self._tokenizer, [SYSTEM, QUESTION])
+        return shows_system(self._tokenizer)
 
     def missing_opening(self) -> str:
-        """Find the text that opens a model's turn, if the template ends no prompt with it.
+        """Find the text that begins a model's turn, if the template ends no prompt with it.
 
-        Such a template ignores `add_generation_prompt`. "" if there is no such text.
+        Such a template ignores `add_generation_prompt`: the model would have to write this text
+        itself. "" if prompts end with it.
         """
-        # Render the question with and without an opened answer, and with a whole one.
+        # Render the question with and without the beginning of an answer, and with a whole answer.
         try:
             prompt = self.render(EXCHANGE[:1])
             question = self.render(EXCHANGE[:1], add_generation_prompt=False)
@@ -409,16 +397,14 @@ class Renderer:
 
     def end_of_turn(self) -> int:
         """Return the token that ends an answer: the chat template's, else the tokenizer's EOS."""
-        eos: int | None = self._tokenizer.eos_token_id
-        # The first token after an answer ends it if it is a special one, which decodes to "".
-        after = self.encode([self.after_turn])[0][:1]
-        if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
-            return after[0]
-        if eos is None:
+        end: int | None = first_special(self._tokenizer, self.after_turn)
+        if end is None:
+            end = self._tokenizer.eos_token_id
+        if end is None:
             raise DataError(
                 "the tokenizer has no end-of-sequence token: no response could ever end"
             )
-        return eos
+        return end
 
 
 @renderer("plain")
@@ -438,18 +424,19 @@ class PlainText(Renderer):
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of prompts, each begun by the tokenizer's BOS if it adds one."""
-        # An empty text shows whether the tokenizer adds BOS. A row may have written it already.
         encoded = self.encode(texts)
         bos = [self._tokenizer.bos_token_id]
+        # An empty text shows whether the tokenizer adds BOS.
         if self._tokenizer("")["input_ids"][:1] != bos:
             return encoded
+        # A row may have written it already.
         return [token_ids if token_ids[:1] == bos else bos + token_ids for token_ids in encoded]
 
-    def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
+    def split_images(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
         takes_images = getattr(self._tokenizer, "placeholder", None) is not None
         if takes_images and columns.keys() & set(IMAGE_COLUMNS):
             raise ValueError("images need data.chat_template: true")
-        return super().seen(columns)
+        return super().split_images(columns)
 
     def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
         raise ValueError("messages need data.chat_template: true")

@@ -79,16 +79,16 @@ def _file_rows(path: Path, data: DataConfig) -> NumberedRows:
     return FILES[path.suffix](path)
 
 
-def identity(data: DataConfig, *, has_images: bool) -> str | None:
+def content_key(data: DataConfig, *, has_images: bool) -> str | None:
     """Make a cache key from a source's content. None: the source is not worth a cache."""
-    # A row with images is slow to prepare, however small its file is.
-    small = 0 if has_images else SMALL
-    path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
+    # A row with images is slow to prepare, however small its file is.
+    small = 0 if has_images else SMALL
     if data.kind == "hf":
         dataset = _hugging_face(data)
         return str(dataset._fingerprint) if dataset.data.nbytes > small else None
+    path = Path(data.source).expanduser()
     if path.is_file() and path.stat().st_size > small:
         return sha256_of(path)
     return None
@@ -124,7 +124,7 @@ def _hugging_face(data: DataConfig) -> Any:
         ) from error
 
 
-@functools.lru_cache(1)  # a start reads it twice: for its identity, then for its rows
+@functools.lru_cache(1)  # a start reads it twice: for its key, then for its rows
 def _loaded(source: str, split: str) -> Any:
     """Load a data set from a folder or the hub: "hf:NAME" or "hf:NAME:SUBSET"."""
     import datasets
@@ -189,10 +189,11 @@ def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[st
                 if names.count(name) > 1:
                     raise DataError(f"{source} has two columns called {name!r}: rename one of them")
 
-            # Arrow's own conversion is right for all columns but these.
+            # Arrow's own conversion is right for all columns but those that have short floats
+            # ("float", "halffloat") or JSON, also within lists and objects: "list<item: float>".
             rewritten = {}
             for field in batch.schema:
-                if _is_short(field.type) or _JSON in str(field.type):
+                if "float" in str(field.type) or _JSON in str(field.type):
                     rewritten[field.name] = field.type
 
             for row in batch.to_pylist(maps_as_pydicts="strict"):
@@ -205,23 +206,18 @@ def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[st
         ) from error
 
 
-def _is_short(kind: Any) -> bool:
-    """Check whether an Arrow type is a float of at most 32 bits.
-
-    As a Python float, its 0.1 is 0.10000000149011612.
-    """
-    return str(kind) in ("float", "halffloat")
-
-
 def _decoded(value: Any, kind: Any) -> Any:
-    """Convert a value of an Arrow type: short floats keep their digits, JSON is parsed."""
+    """Convert a value of an Arrow type: short floats keep their digits, JSON is parsed.
+
+    Arrow converts the 0.1 of a float of 32 bits to 0.10000000149011612.
+    """
     from pyarrow import types
 
     if value is None:
         return None
     if str(kind) == _JSON:
         return json.loads(value)
-    if _is_short(kind):
+    if types.is_float32(kind) or types.is_float16(kind):
         return float(str(kind.to_pandas_dtype()(value)))
     if types.is_struct(kind):
         return {field.name: _decoded(value[field.name], field.type) for field in kind}

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from hocket.data.curriculum import Candidates, Curriculum, PassRates
@@ -102,8 +102,6 @@ class PromptStream:
         self._retire_after = retire_after or math.inf
         self._prompts_per_step = prompts_per_step
         self._num_drawn = 0
-        # Gives the number of the next draw. A mixture replaces it, to count over all its sources.
-        self.next_number: Callable[[], int] = lambda: self._num_drawn
         self._in_flight: dict[int, dict[str, Any]] = {}  # the draws in flight, by number
         self._repeats = collections.deque[int]()  # numbers to draw again after a restore
         self._entries: list[OutcomeRow] = []  # ledger lines that nobody has taken yet
@@ -118,11 +116,44 @@ class PromptStream:
         """
         prompts: dict[int, Prompt] = {}
         while len(prompts) < num_prompts:
-            number = self._draw_next()
-            if number is None:
+            draw = self.draw(self._num_drawn)
+            if not draw:
                 break
-            prompts[number] = self._prompts[self._in_flight[number]["index"]]
+            prompts.update(draw)
         return prompts
+
+    def draw(self, next_number: int) -> dict[int, Prompt]:
+        """Draw one prompt. Returns it by its draw number; {} once all are retired.
+
+        next_number: the number of a new draw. A draw that repeats one keeps the old number.
+        """
+        if self._repeats:
+            number = self._repeats.popleft()
+            return {number: self._prompts[self._in_flight[number]["index"]]}
+
+        # Begin the next epoch if this one is over, or if the curriculum ends it.
+        step = int(self._num_drawn // self._prompts_per_step)
+        if self._curriculum.moves_on(step) or self._position == len(self._order):
+            order, excluded = self._plan(self._epoch + 1)
+            if not order:
+                return {}
+            # The prompts of this epoch that were not drawn.
+            skipped = Exclusion("skipped", "the curriculum moved on before its turn")
+            for index in self._order[self._position :]:
+                self._exclude(index, skipped)
+            self._begin(self._epoch + 1, order, excluded)
+
+        index = self._order[self._position]
+        prompt = self._prompts[index]
+        self._in_flight[next_number] = {
+            "draw": next_number,
+            "epoch": self._epoch,
+            "index": index,
+            "prompt": prompt.id,
+        }
+        self._num_drawn += 1
+        self._position += 1
+        return {next_number: prompt}
 
     def settle(self, number: int, outcome: PromptOutcome) -> None:
         """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""
@@ -199,34 +230,6 @@ class PromptStream:
     def _recall(self, learnt: Mapping[str, Any]) -> None:
         self._measured = PassRates(len(self._prompts), **learnt["pass_rates"])
         self._curriculum.restore(learnt["curriculum"])
-
-    def _draw_next(self) -> int | None:
-        """Put the next prompt in flight. Returns its draw number, None once all are retired."""
-        if self._repeats:
-            return self._repeats.popleft()
-
-        # Begin the next epoch if this one is over, or if the curriculum ends it.
-        step = int(self._num_drawn // self._prompts_per_step)
-        if self._curriculum.moves_on(step) or self._position == len(self._order):
-            order, excluded = self._plan(self._epoch + 1)
-            if not order:
-                return None
-            skipped = Exclusion("skipped", "the curriculum moved on before its turn")
-            for index in self._order[self._position :]:
-                self._exclude(index, skipped)
-            self._begin(self._epoch + 1, order, excluded)
-
-        number = self.next_number()
-        index = self._order[self._position]
-        self._in_flight[number] = {
-            "draw": number,
-            "epoch": self._epoch,
-            "index": index,
-            "prompt": self._prompts[index].id,
-        }
-        self._num_drawn += 1
-        self._position += 1
-        return number
 
     def _plan(self, epoch: int) -> tuple[list[int], dict[int, Exclusion]]:
         """Plan an epoch: the prompt indices to play in order, and the exclusions of all others.

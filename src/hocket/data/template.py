@@ -1,7 +1,6 @@
 """Find out what a chat template shows, by rendering made-up messages; keep the day it may show."""
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -27,14 +26,13 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options
     return text
 
 
-def shows(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Check whether the template writes the probe that is in `messages`.
+def shows_system(tokenizer: Any) -> bool:
+    """Check whether the template writes system messages.
 
-    True also if it refuses the messages: then whoever renders real ones gets its error.
+    True also if it refuses them: then whoever renders real ones gets its error.
     """
-    for form in (messages, [in_parts(message) for message in messages]):
-        with contextlib.suppress(ValueError):
-            return PROBE in rendered(tokenizer, form)
+    for text in _renderings(tokenizer, [SYSTEM, QUESTION]):
+        return PROBE in text
     return True
 
 
@@ -42,27 +40,36 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """Find the special token that the template writes after an answer; None if there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    # Try contents as text, then as lists of parts.
-    after = _after_probe(tokenizer, EXCHANGE)
-    if not after:
-        after = _after_probe(tokenizer, [in_parts(message) for message in EXCHANGE])
-    # Decoding leaves special tokens out, so the first token is one if nothing is left of it.
-    token_ids: list[int] = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+    for text in _renderings(tokenizer, EXCHANGE):
+        _, probe, after = text.rpartition(PROBE)
+        if probe and after:
+            return first_special(tokenizer, after)
+    return None
+
+
+def first_special(tokenizer: Any, text: str) -> int | None:
+    """Return the first token of a text if it is a special one, else None."""
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"][:1]
+    # Decoding leaves special tokens out, so nothing is left of one.
     if token_ids and tokenizer.decode(token_ids, skip_special_tokens=True) == "":
         return token_ids[0]
     return None
 
 
-def _after_probe(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that the template writes after the probe; "" if it does not write that."""
-    with contextlib.suppress(ValueError):  # the template takes no such messages
-        _, probe, after = rendered(tokenizer, messages).rpartition(PROBE)
-        return after if probe else ""
-    return ""
+def _renderings(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Render messages with contents as text, then as lists of parts, as some vision models want.
+
+    A form that the template refuses is left out.
+    """
+    for form in (messages, [_in_parts(message) for message in messages]):
+        try:
+            text = rendered(tokenizer, form)
+        except ValueError:
+            continue
+        yield text
 
 
-def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its content as a list of parts, as many vision models want it."""
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return dict(message) | {"content": [{"type": "text", "text": message["content"]}]}
 
 

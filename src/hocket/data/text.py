@@ -1,5 +1,6 @@
 """Make text of token ids, also where they begin or end within a character."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]  # token ids → their text
@@ -13,8 +14,8 @@ def turn_text(
     """Return the text of a model's turn, without special tokens.
 
     decode: the method of a tokenizer. begun: how many tokens at the end of the prompt belong to
-    the turn already; `token_ids` follow them. A character that begins before the turn and ends
-    in it belongs to the turn.
+    the turn already, as the model continues it; `token_ids` follow them. A character that begins
+    before the turn and ends in it belongs to the turn.
     """
     start = len(prompt) - begun
     _, unfinished = last_characters(decode, prompt[:start])
@@ -24,11 +25,7 @@ def turn_text(
 
 def without_special(decode: Callable[..., str]) -> Decode:
     """Wrap a tokenizer's decode, so that it leaves special tokens out and spaces as they are."""
-
-    def decode_visible(token_ids: Sequence[int]) -> str:
-        return decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    return decode_visible
+    return functools.partial(decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def text_after(decode: Decode, before: Sequence[int], token_ids: Sequence[int]) -> str:
@@ -58,8 +55,9 @@ def last_characters(decode: Decode, token_ids: Sequence[int]) -> tuple[list[int]
 
     Returns both lists; the second is empty if the text ends with a whole character.
     """
-    # If tokens are bytes, they decode well only from the first byte of a character on. One of
-    # four consecutive places is such a first byte, so four window sizes are tried.
+    # Decode a short window at the end alone: the whole text would take too long. If tokens are
+    # bytes, a window decodes well only from the first byte of a character on. One of four
+    # consecutive tokens is such a byte, so one of four window sizes begins there.
     for size in range(2 * LONGEST, LONGEST, -1):
         window = list(token_ids[-size:])
         for num_unfinished in range(min(LONGEST, len(window) + 1)):

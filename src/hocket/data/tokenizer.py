@@ -126,26 +126,22 @@ def config_of(path: str, setting: str = "model.path") -> Any:
 
 
 def end_ids(path: str, tokenizer: Any) -> set[int]:
-    """Return the ids that end an answer: the model's, and the end of its template's turns."""
-    ends = _own_ends(path, tokenizer)
-    ends.add(added_end(path, tokenizer))
+    """Return the ids that end an answer: the model's, and the end of its template's turns.
+
+    Without the latter, the answers of a base model with a template would never end.
+    """
+    ends = _models_ends(path, tokenizer)
+    ends.add(end_of_turn(tokenizer))
     return {id_ for id_ in ends if id_ is not None}
 
 
-def added_end(path: str, tokenizer: Any) -> int | None:
-    """Return the token that ends turns in the chat template, if it is no end of the model.
+def said_end(path: str, tokenizer: Any) -> str:
+    """Return a sentence that names the end of the template's turns; "" if it is one of the model's.
 
-    It is added to the model's ends: else the answers of a base model with a template would never
-    end. None if there is no such token.
+    "" also if the template ends turns with no special token.
     """
     end = end_of_turn(tokenizer)
-    return None if end in _own_ends(path, tokenizer) else end
-
-
-def said_end(path: str, tokenizer: Any) -> str:
-    """Return a sentence that names the token added to the model's ends; "" if there is none."""
-    end = added_end(path, tokenizer)
-    if end is None:
+    if end is None or end in _models_ends(path, tokenizer):
         return ""
     token = tokenizer.convert_ids_to_tokens(end)
     return (
@@ -155,8 +151,8 @@ def said_end(path: str, tokenizer: Any) -> str:
     )
 
 
-def _own_ends(path: str, tokenizer: Any) -> set[int | None]:
-    """Return the end ids that tokenizer, config and generation config name; None for no name."""
+def _models_ends(path: str, tokenizer: Any) -> set[int | None]:
+    """Return the ends that tokenizer, config and generation config name, None among them."""
     from transformers import GenerationConfig
 
     config = config_of(path).get_text_config()
@@ -225,7 +221,8 @@ def _rotary(config: Any) -> list[dict[str, Any]]:
 def _reach(rotary: dict[str, Any], positions: int) -> float:
     """Count the positions that rotary parameters reach by scaling; vLLM counts them so.
 
-    positions: the config's max_position_embeddings, which some configs give before scaling.
+    positions: the config's max_position_embeddings. Some configs give the scaled number there,
+    others the one before scaling.
     """
     if rotary["rope_type"] == "dynamic":
         # Beyond its positions, the rotation follows the longest sequence of the batch, so the

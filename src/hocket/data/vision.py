@@ -51,7 +51,7 @@ class SeeingRenderer(Renderer):
             self._folder = folder if folder.exists() else Path(datasets.config.HF_CACHE_HOME)
         super().__init__(data, tokenizer, tools)
 
-    def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
+    def split_images(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
         """Split a row into columns whose messages have PLACE for each image, and the raw images.
 
         If the messages have no places, the images come before the text of the first user
@@ -64,7 +64,11 @@ class SeeingRenderer(Renderer):
         # template writes placeholders.
         in_columns: list[Any] = []
         for name in IMAGE_COLUMNS:
-            in_columns += _listed(columns.get(name))
+            value = columns.get(name)
+            if isinstance(value, list | tuple):
+                in_columns += value
+            elif value is not None:
+                in_columns.append(value)
         if in_columns and isinstance(remaining.get(prompt_column), str):
             remaining[prompt_column] = list(self.chat(remaining[prompt_column]))
 
@@ -77,21 +81,24 @@ class SeeingRenderer(Renderer):
                 messages = remaining[name]
                 remaining[name] = [_with_places(message, inline[name]) for message in messages]
 
-        # Several columns may show the same images, as `chosen` and `rejected` do.
+        # A list of None alone has places for the images of a column. Several columns may show the
+        # same images, as `chosen` and `rejected` do.
         lists = [images for images in inline.values() if images.count(None) < len(images)]
         if lists and (in_columns or any(images != lists[0] for images in lists)):
             raise ValueError(
                 "it has several lists of images: leave one, "
                 "or have 'chosen' and 'rejected' begin alike"
             )
-        if in_columns and not any(inline.values()):
+        if not in_columns:
+            return remaining, lists[0] if lists else []
+
+        # No message has a place for the images of the columns: put them first.
+        if not any(inline.values()):
             for name in [prompt_column] if prompt_column in inline else list(inline):
                 _put_first(remaining[name], len(in_columns))
-        if in_columns:
-            return remaining, in_columns
-        return remaining, lists[0] if lists else []
+        return remaining, in_columns
 
-    def expanded(
+    def insert_images(
         self,
         token_ids: list[int],
         raw_images: Sequence[Any],
@@ -101,9 +108,8 @@ class SeeingRenderer(Renderer):
     ) -> tuple[list[int], Images]:
         """Put each image's tokens in the place of its placeholder. Returns the ids and the images.
 
-        before: the images of the sequence before `token_ids`. whole: False if the ids may be only
-        a prefix, which has placeholders for the first images. Raise ValueError if an image is
-        missing or broken, or if there are too many together with those before.
+        Raise ValueError if an image is missing or broken, or if there are too many together with
+        those `before`.
         """
         # Every placeholder token is the place of an image, in order.
         places = [index for index, token in enumerate(token_ids) if token == self.placeholder]
@@ -145,12 +151,12 @@ class SeeingRenderer(Renderer):
         check_all(files)
         return ids + token_ids[end:], tuple(images)
 
-    def observed(self, observation: Any) -> tuple[Any, Sequence[Any]]:
+    def split_observation(self, observation: Any) -> tuple[Any, Sequence[Any]]:
         """Split an environment's observation into one with PLACE for its images, and these.
 
         Its texts have a space within each word that would be read as an image.
         """
-        columns, raw_images = self.seen({"messages": list(observation.messages)})
+        columns, raw_images = self.split_images({"messages": list(observation.messages)})
         messages = self._plain(columns["messages"])
         text = self._plain(observation.text)
         return dataclasses.replace(observation, messages=messages, text=text), raw_images
@@ -176,12 +182,12 @@ class SeeingRenderer(Renderer):
             with_parts.append(dict(message) | {"content": content})
         return super().render(with_parts, options, **more)
 
-    def origin(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+    def image_files(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
         """Describe the processor, and the path, size and time of each file that rows name."""
         facts: list[Any] = [self._processor.to_json_string()]
         with suppress(ValueError, OSError):  # a row with such an error is refused later
             for row in rows:
-                _, raw_images = self.seen(row)
+                _, raw_images = self.split_images(row)
                 for raw_image in raw_images:
                     path = self._path(raw_image)
                     if path:
@@ -236,12 +242,6 @@ class SeeingRenderer(Renderer):
         if path.exists() and not path.is_file():
             raise ValueError(f"the image {text!r:.80} is no file")
         return path
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    if value is None:
-        return ()
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _put_first(messages: list[Any], num_images: int) -> None:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictStr
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -73,19 +73,6 @@ class Step(Observation):
 
     reward: StrictFloat | StrictBool = 0.0
     done: bool = False  # the episode is over
-
-
-class LostError(Exception):
-    """Raised when something that an episode needs, such as its server, is gone with its state."""
-
-
-class Tool(NamedTuple):
-    """A function that the model may call."""
-
-    schema: Mapping[str, Any]  # its description in the form of OpenAI's API
-    call: Callable[[Mapping[str, Any], float], Awaitable[Any]]
-    """Called with the arguments and the seconds that an answer may take; returns the result.
-    A LostError ends the episode. The model reads any other error as the result."""
 
 
 E = TypeVar("E", bound="Environment")
@@ -186,7 +173,7 @@ CLOSING = "\n</think>\n\n"  # ends a thought that has used its tokens up
 
 
 def left_open(text: str) -> str:
-    """Get the tag "<think>" if a text ends within a thought, else ""."""
+    """Return the tag "<think>" if a text ends within a thought, else ""."""
     return "<think>" if "<think>" in text.rpartition("</think>")[2] else ""
 
 

@@ -6,6 +6,7 @@ memory.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -37,8 +38,12 @@ class KeptPrompts(Prompts):
     """The prompts of a table, made when asked for."""
 
     def __init__(self, table: Any) -> None:
+        super().__init__()
         self._rows = table
-        self.fingerprint = sha256_of_text("".join(table["digest"]))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return sha256_of_text("".join(self._rows["digest"]))
 
     def keys(self) -> list[str]:
         return list(self._rows["key"])

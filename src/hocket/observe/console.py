@@ -27,12 +27,12 @@ SHOWN = {  # metric → what a step's line says of it
     "step/tokens_per_s": "{:,.0f} tokens/s",
     "time/step": "{:.2f} s",
 }
-REPEAT_S = 15.0
-QUIET_STEPS = 10  # without an alarm, before it is printed again
+REPEAT_S = 15.0  # seconds after which an activity that goes on is printed again
+QUIET_STEPS = 10  # steps without an alarm after which it is printed again
 NO_UPDATE = ": all rewards of each group were equal (too hard? too easy?), or no gradient was finite; see {}/rollouts"
-NUM_SAMPLES = 3
-SHORT = reprlib.Repr()
-SHORT.maxstring = 600  # of a longer text, beginning and end
+NUM_SAMPLES = 3  # held-out answers that are printed at the end
+SHORT = reprlib.Repr()  # quotes the beginning and the end of a text
+SHORT.maxstring = 600
 
 
 class Console(AbstractContextManager["Console"]):
@@ -47,41 +47,45 @@ class Console(AbstractContextManager["Console"]):
     def __init__(self, steps: int, *, stderr: bool = False) -> None:
         open_streams()
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
-        self._rich.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]
-        self._live = self._rich.is_terminal
-        self._status = self._rich.status("")
+        self._rich.on_broken_pipe = _raise_again  # type: ignore[method-assign]
+        self._is_terminal = self._rich.is_terminal
+        self._status = self._rich.status("")  # the line below all others on a terminal
         self._steps = steps
-        self._start = 0.0  # when the first step here began
-        self._first = math.inf  # number of that step, once it is finished
-        self._activity = ("", 0.0)  # the last one printed, and when
-        self.alarmed: set[str] = set()  # metrics outside their healthy range in the last step
+        # The first step of this process: its number once it is finished, and when it began.
+        self._first = math.inf
+        self._start = 0.0
+        self._last_activity = ("", 0.0)  # its text, and when it was printed
         self._alarms = Alarms()
-        self._rang: dict[str, int] = {}  # by metric the newest step in which it was
+        self._last_alarms: dict[str, int] = {}  # metric → the last step in which it was unhealthy
+        self.alarmed: set[str] = set()  # unhealthy metrics of the last step
 
     def __exit__(self, *exc_info: object) -> None:
         self._status.stop()
 
     def say(self, text: str) -> None:
+        """Print a text without secrets."""
         self._rich.print(escape(redacted(text)))
 
     def doing(self, text: str, seconds: float = 0.0) -> None:
-        """Show the current activity and its duration; without a terminal repeat it every REPEAT_S seconds."""
+        """Show the current activity and its duration; without a terminal, print it now and then."""
         line = f"{text} ({seconds:.0f} s)" if seconds >= 1 else text
-        words = re.sub(r"\d+", "", text)  # one that counts seconds is the same
-        if self._live:
+        if self._is_terminal:
             self._status.start()
             self._status.update(escape(redacted(line)))
-        elif words != self._activity[0] or time.monotonic() - self._activity[1] > REPEAT_S:
-            self._activity = words, time.monotonic()
+            return
+        activity = re.sub(r"\d+", "", text)  # a text that counts seconds is one activity
+        last_activity, printed = self._last_activity
+        if activity != last_activity or time.monotonic() - printed > REPEAT_S:
+            self._last_activity = activity, time.monotonic()
             self.say(line)
 
     def progress(self, step: int, phase: str) -> None:
-        """Show the phase of a step on a terminal; elsewhere only until the first step has a line of its own."""
-        if self._live or self._first == math.inf:
+        """Show the phase of a step; without a terminal only until the first step has its line."""
+        if self._is_terminal or self._first == math.inf:
             self.doing(f"step {step}/{self._steps}: {phase}{self._time_left(step - 1)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a finished step and, below it, the metrics that are outside their healthy range."""
+        """Print the line of a finished step and, below it, its alarms."""
         if not metrics:
             return
         if 0 < step < self._first:
@@ -93,47 +97,46 @@ class Console(AbstractContextManager["Console"]):
                 columns.append(shape.format(metrics[name]))
         self.say("  ".join(columns) + self._time_left(step))
         unhealthy = self._alarms.step(metrics)
-        for name, text in unhealthy.items():
-            if (
-                step > self._rang.get(name, -QUIET_STEPS) + QUIET_STEPS
-            ):  # not at each step of one that comes and goes
-                self._rich.print(f"[yellow]  ! {escape(text)}[/yellow]")
-            self._rang[name] = step
+        for name, sentence in unhealthy.items():
+            # An alarm that stays, or comes and goes, is printed once.
+            if step - self._last_alarms.get(name, -math.inf) > QUIET_STEPS:
+                self._rich.print(f"[yellow]  ! {escape(sentence)}[/yellow]")
+            self._last_alarms[name] = step
         self.alarmed = set(unhealthy)
 
     def finish(self, run_dir: Path) -> None:
         """Print a run's result: evaluation, samples, paths, and how many steps lacked an update."""
-        end = read_summary(run_dir)
-        self.say(
-            f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}"
-        )
+        summary = read_summary(run_dir)
+        steps = f"{summary['steps']} steps in {summary['train_seconds']:.0f} s"
+        self.say(f"\n{steps}, weight version {summary['final_version']}")
 
         # The held-out evaluation, and some of its greedy answers.
-        evaluations = [*numbered(run_dir / ROLLOUTS, "eval_*.jsonl").values()]
+        evaluations = list(numbered(run_dir / ROLLOUTS, "eval_*.jsonl").values())
         if evaluations:
-            for line in _held_out(end["before"], end["after"]):
+            for line in _held_out(summary["before"], summary["after"]):
                 self._rich.print(f"[bold]{line}[/bold]")
             greedy = [row for row in read_rollouts(evaluations[-1]) if row["id"].endswith("/0")]
             for row in greedy[:NUM_SAMPLES]:
+                answer = f"{row['prompt']!r} → {spoken(row)!r}  answer {row['answer']!r}"
                 reward = row["error"] or f"{row['reward']:g}"
-                self.say(
-                    f"  {row['prompt']!r} → {spoken(row)!r}  answer {row['answer']!r}  reward {reward}"
-                )
+                self.say(f"  {answer}  reward {reward}")
 
         # Where everything is.
-        *_, newest = numbered(run_dir / "weights", "v*").values()
         if (run_dir / "report.html").exists():
             self.say(f"report {run_dir / 'report.html'}")
+        newest = list(numbered(run_dir / "weights", "v*").values())[-1]
         self.say(f"{kind_of(newest):6} {newest}")
-        if best := end.get("best"):
-            self.say(
-                f"best   {run_dir / best['folder']}: {best['metric']} {best['value']:.3f} in step {best['step']}"
-            )
-        if end["updated"] < end["steps"]:
-            why = "" if end["updated"] else NO_UPDATE.format(run_dir)
-            self.say(f"{end['updated']} of {end['steps']} steps updated the weights{why}")
+        best = summary.get("best")
+        if best:
+            value = f"{best['metric']} {best['value']:.3f} in step {best['step']}"
+            self.say(f"best   {run_dir / best['folder']}: {value}")
+        if summary["updated"] < summary["steps"]:
+            advice = "" if summary["updated"] else NO_UPDATE.format(run_dir)
+            updated = f"{summary['updated']} of {summary['steps']} steps updated the weights"
+            self.say(updated + advice)
 
     def _time_left(self, steps_done: int) -> str:
+        """Estimate the rest of the run by the mean of its steps so far; "" before the first."""
         if not self._first <= steps_done < self._steps:
             return ""
         per_step = (time.monotonic() - self._start) / (steps_done - self._first + 1)
@@ -141,20 +144,23 @@ class Console(AbstractContextManager["Console"]):
         return f"  {int(seconds // 60)}:{int(seconds % 60):02d} left"
 
 
-def _broken_pipe() -> None:
-    raise  # as everywhere else; rich would exit with status 1
+def _raise_again() -> None:
+    """Raise the BrokenPipeError that is being handled; rich would exit with status 1."""
+    raise
 
 
 def _held_out(before: EvalValues, after: EvalValues) -> Iterator[str]:
-    """Yield "held-out accuracy, greedy  0.000 → 0.980 ± 0.009", the standard error; accuracy only of 0 and 1."""
+    """Yield "held-out accuracy, greedy  0.000 → 0.980 ± 0.009" and the same of samples.
+
+    The last number is the standard error. Rewards that are all 0 or 1 are called an accuracy.
+    """
     shares = {before.get("zero_or_one", 1), after.get("zero_or_one")}
     kind = "accuracy" if shares == {1} else "reward"
-    for way in ("greedy", "sampled"):
-        if way in after:
-            start, end, error = map(
-                _rounded, (before.get(way), after[way], after.get(f"{way}_stderr"))
-            )
-            yield f"held-out {kind}, {way:7} {start} → {end} ± {error}"
+    for name in ("greedy", "sampled"):
+        if name in after:
+            change = f"{_rounded(before.get(name))} → {_rounded(after[name])}"
+            error = _rounded(after.get(f"{name}_stderr"))
+            yield f"held-out {kind}, {name:7} {change} ± {error}"
 
 
 def _rounded(value: float | None) -> str:

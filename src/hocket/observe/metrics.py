@@ -4,39 +4,37 @@ import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress
+from itertools import compress
 from typing import NamedTuple
 
 from hocket.common.registry import Registry
 from hocket.config.sections import markdown_table
-from hocket.types import Group
+from hocket.types import Group, Rollout
 
-PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
-"""Phases of time/step, in order; what is left of it is `other`."""
-
-
-NUM_ENTROPIES = 8
+# The entropy has collapsed if it is below this share of the highest in this many steps before. A
+# run that learns keeps more of it within so few steps. Where the highest is at most MIN_ENTROPY, in
+# nats, such a fall is the noise of a few tokens.
 ENTROPY_KEPT = 0.25
-"""A run that learns keeps more within so few steps; one that collapses does not."""
+NUM_ENTROPIES = 8
 MIN_ENTROPY = 0.2
-"""In nats: of less, a quarter is the noise of a few tokens."""
 
 
 class Metric(NamedTuple):
-    """`low` and `high` bound the healthy range; `advice` says what to do outside it.
-
-    `change` says which change is unhealthy, where no range is: `Alarms` knows the steps before.
-    """
+    """A metric that runs report, and what is healthy for it."""
 
     name: str
     meaning: str
-    low: float | None = None
-    high: float | None = None
-    advice: str = ""
-    change: str = ""
+    low: float | None = None  # lowest healthy value
+    high: float | None = None  # highest healthy value
+    advice: str = ""  # what to do about an unhealthy value
+    change: str = ""  # where health depends on the steps before: the rule, in words for the docs
 
 
 # fmt: off
+ENTROPY = Metric("train/entropy", "mean entropy of the next token, in nats",
+                 advice="the policy stops exploring: lower trainer.learning_rate, resume from an earlier checkpoint, "
+                 "or add algorithm.kl_coef or entropy_coef",
+                 change=f"≥ {ENTROPY_KEPT:g} of that of any of the {NUM_ENTROPIES} steps before")
 METRICS = (
     Metric("reward/mean", "mean total reward of scored rollouts"),
     Metric("reward/std", "its standard deviation (population)"),
@@ -121,10 +119,7 @@ METRICS = (
     Metric("train/ess", "effective sample size of the importance weights, (Σw)² / (n·Σw²)",
            low=0.5, advice="few tokens dominate: rollouts are too old, or see train/logprob_gap"),
     Metric("train/kl", "k3 estimate of KL(policy ‖ reference)"),
-    Metric("train/entropy", "mean entropy of the next token, in nats",
-           advice="the policy stops exploring: lower trainer.learning_rate, resume from an earlier checkpoint, or add "
-           "algorithm.kl_coef or entropy_coef",
-           change=f"≥ {ENTROPY_KEPT:g} of that of any of the {NUM_ENTROPIES} steps before"),
+    ENTROPY,
     Metric("critic/loss", "mean of half the squared error of values"),
     Metric("critic/explained_variance", "1 − Var(return − value) / Var(return); 0: as a constant",
            low=-0.5, advice="the critic misleads: raise critic.warmup_steps or critic.learning_rate"),
@@ -154,7 +149,6 @@ METRICS = (
     Metric("time/step", "seconds of the whole step"),
 )
 # fmt: on
-(ENTROPY,) = (metric for metric in METRICS if metric.name == "train/entropy")
 METRIC_TABLES: Registry[Sequence[Metric]] = Registry(
     "table of metrics",
     checks="hocket.extras.checks",
@@ -164,121 +158,124 @@ METRIC_TABLES: Registry[Sequence[Metric]] = Registry(
     delta="hocket.extras.delta",
 )
 metric_table = METRIC_TABLES.register
-"""Adds a table of the metrics that a feature reports, for alarms, page and docs: metric_table(NAME)(METRICS).
+"""Register the metrics that an optional module or a plugin reports: metric_table(NAME)(METRICS).
 
-Example: a plugin that says what is healthy for a number that its environment gives.
+They have alarms and a line in docs and page, as those above.
+
+Example: a plugin that defines what is healthy for a number that its environment measures.
 
     metric_table("moves")((Metric("env/moves", "moves of a game", high=40, advice="the policy moves in circles"),))
 """
 
-
-def known_metrics() -> list[Metric]:
-    """Return all metrics, those of features and plugins last."""
-    return [*METRICS, *chain.from_iterable(METRIC_TABLES.each())]
-
-
+# Metrics of updates, without train/. A step has the sum of these over its updates, and the mean of
+# all others.
 SUMS = frozenset(
     {"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"}
 )
-"""Metrics of an update that a step has the sum of, not the mean."""
+# These compare the engine with the policy before the step.
 OF_ENGINE = frozenset(
     {"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"}
 )
-"""Metrics that compare the engine with the policy before the step."""
+# Metrics with this prefix compare samples with the weights that sampled them, which only the first
+# update has.
 OF_FIRST_UPDATE = "sampling/"
-"""Prefix of metrics that compare samples with the weights that sampled them: later updates have others."""
-ON_POLICY = {
-    "train/logprob_gap",
-    "train/mismatch_kl",
-}  # at most sync/max_gap, where no rollout is stale
-SUSPICIOUS = {
-    *ON_POLICY,
-    "train/importance_mean",
-    "train/ess",
-    "staleness/over_bound",
-}  # then weights are checked
+
+# Gaps between engine and trainer. They are at most sync/max_gap where no rollout is stale.
+ON_POLICY = frozenset({"train/logprob_gap", "train/mismatch_kl"})
+
+
+def known_metrics() -> list[Metric]:
+    """List all metrics, those of optional modules and plugins last."""
+    metrics = list(METRICS)
+    for table in METRIC_TABLES.each():
+        metrics += table
+    return metrics
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Compute the reward/* and rollout/* metrics of a batch, and those of each of data.sources."""
     metrics = _rollout_metrics(groups)
-    for source, of_source in by_source(groups).items():
+    for source, groups_of_source in by_source(groups).items():
         if source:
-            metrics[f"source/{source}/share"] = len(of_source) / len(groups)
-            for name, value in _rollout_metrics(of_source).items():
+            metrics[f"source/{source}/share"] = len(groups_of_source) / len(groups)
+            for name, value in _rollout_metrics(groups_of_source).items():
                 metrics[f"source/{source}/{name}"] = value
     return metrics
 
 
 def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Return the groups of each of data.sources; of "" without them."""
-    groups_of = defaultdict[str, list[Group]](list)
+    """Divide groups by their names in data.sources; all have the name "" without data.sources."""
+    groups_by_source = defaultdict[str, list[Group]](list)
     for group in groups:
-        groups_of[group.source].append(group)
-    return groups_of
+        groups_by_source[group.source].append(group)
+    return groups_by_source
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    values = defaultdict[str, list[float]](list)  # of which the metrics are means
+    """Compute the metrics of one source. Most are the mean of a list of values."""
+    values = defaultdict[str, list[float]](list)
     of_environments = defaultdict[str, list[float]](list)
-    lengths: list[
-        float
-    ] = []  # of the scored rollouts, less their group's mean, as their rewards are
-    rewards: list[float] = []
     best = max((score.total for group in groups for _, score in group.scored), default=0.0)
     for group in groups:
         texts = Counter(rollout.text for rollout in group.rollouts)
-
-        # Each rollout, with a score or not.
-        for rollout in group.rollouts:
-            values["rollout/length_mean"].append(rollout.num_sampled)
-            if rollout.finish_reason == "stop":
-                values["rollout/length_stopped"].append(rollout.num_sampled)
-            values["rollout/truncated"].append(rollout.finish_reason == "length")
-            values["rollout/duplicates"].append(texts[rollout.text] > 1)
-            values["rollout/turns_mean"].append(
-                sum(sequence.turns for sequence in rollout.sequences)
-            )
-            values["rollout/sequences_mean"].append(len(rollout.sequences))
+        for rollout, score in zip(group.rollouts, group.scores, strict=True):
+            has_score = score.error is None
+            is_duplicate = texts[rollout.text] > 1
+            _add_rollout(values, rollout)
+            values["rollout/duplicates"].append(is_duplicate)
+            values["rollout/alike"].append(is_duplicate and has_score and score.total < best)
             for name, value in rollout.metrics.items():
                 of_environments[name].append(value)
-            for sequence in rollout.sequences:
-                for message in sequence.dialogue:
-                    if message.get("role") == "tool":
-                        is_error = str(message.get("content")).startswith("error: ")
-                        values["rollout/tool_errors"].append(is_error)
-
-        # Each rollout with a score.
-        scored = group.scored
-        worse = sum(texts[rollout.text] > 1 and score.total < best for rollout, score in scored)
-        values["rollout/alike"] += [1.0] * worse + [0.0] * (len(group.rollouts) - worse)
-        for _, score in scored:
-            values["reward/mean"].append(score.total)
-            for name, part in score.parts.items():  # which another reward may leave out
-                values[f"reward/{name}"].append(part)
-        lengths += _centred([rollout.num_sampled for rollout, _ in scored])
-        rewards += _centred([score.total for _, score in scored])
+            if has_score:
+                values["reward/mean"].append(score.total)
+                for name, part in score.parts.items():  # other rollouts may lack it
+                    values[f"reward/{name}"].append(part)
     if not values:
         return {}
 
-    # What is 1 for every rollout says nothing.
+    # These are left out where every episode has a single turn or sequence.
     for name in ("rollout/turns_mean", "rollout/sequences_mean"):
         if max(values[name]) <= 1:
             del values[name]
     metrics = {}
     for name, numbers in (of_environments | values).items():
         metrics[name] = statistics.fmean(numbers)
-    metrics["rollout/tokens"] = float(sum(values["rollout/length_mean"]))
-    metrics["rollout/reward_errors"] = 1 - len(rewards) / len(values["rollout/length_mean"])
+    lengths = values["rollout/length_mean"]
+    rewards = values["reward/mean"]
+    metrics["rollout/tokens"] = float(sum(lengths))
+    metrics["rollout/reward_errors"] = 1 - len(rewards) / len(lengths)
     if rewards:
-        metrics["reward/std"] = statistics.pstdev(values["reward/mean"])
-    if _varies(lengths) and _varies(rewards):
-        metrics["rollout/length_reward"] = statistics.correlation(lengths, rewards)
-    return metrics
+        metrics["reward/std"] = statistics.pstdev(rewards)
+    return metrics | _length_reward(groups)
 
 
-def _varies(centred: Sequence[float]) -> bool:
-    return max(map(abs, centred), default=0.0) > 1e-6
+def _add_rollout(values: Mapping[str, list[float]], rollout: Rollout) -> None:
+    """Add to the lists of values what one rollout has, with a score or without."""
+    length = rollout.num_sampled
+    values["rollout/length_mean"].append(length)
+    if rollout.finish_reason == "stop":
+        values["rollout/length_stopped"].append(length)
+    values["rollout/truncated"].append(rollout.finish_reason == "length")
+    num_turns = sum(sequence.turns for sequence in rollout.sequences)
+    values["rollout/turns_mean"].append(num_turns)
+    values["rollout/sequences_mean"].append(len(rollout.sequences))
+    for sequence in rollout.sequences:
+        for message in sequence.dialogue:
+            if message.get("role") == "tool":
+                is_error = str(message.get("content")).startswith("error: ")
+                values["rollout/tool_errors"].append(is_error)
+
+
+def _length_reward(groups: Sequence[Group]) -> dict[str, float]:
+    """Correlate length and reward of scored rollouts; nothing where one of them is constant."""
+    lengths: list[float] = []
+    rewards: list[float] = []
+    for group in groups:
+        lengths += _centred([rollout.num_sampled for rollout, _ in group.scored])
+        rewards += _centred([score.total for _, score in group.scored])
+    if not (_varies(lengths) and _varies(rewards)):
+        return {}
+    return {"rollout/length_reward": statistics.correlation(lengths, rewards)}
 
 
 def _centred(values: Sequence[float]) -> list[float]:
@@ -286,9 +283,19 @@ def _centred(values: Sequence[float]) -> list[float]:
     return [value - mean for value in values]
 
 
+def _varies(centred: Sequence[float]) -> bool:
+    return max(map(abs, centred), default=0.0) > 1e-6
+
+
 def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> dict[str, float]:
-    """Return the staleness/* metrics of a step; `version`: the newest published one, `bound`: max_staleness."""
-    ages: list[int] = []  # of each rollout the oldest tokens'
+    """Compute the staleness/* metrics of a step.
+
+    Args:
+        groups: the step's batch.
+        version: the newest published version of the weights.
+        bound: pipeline.max_staleness.
+    """
+    ages: list[int] = []  # versions between the newest and the oldest that sampled the rollout
     for group in groups:
         for rollout in group.rollouts:
             versions = [sequence.version_min for sequence in rollout.sequences if sequence.turns]
@@ -309,9 +316,10 @@ def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> d
 def over_updates(
     updates: Sequence[Mapping[str, float]], seconds: float, by_batch: bool
 ) -> dict[str, float]:
-    """Return a step's metrics from those of its updates, which took `seconds`.
+    """Combine the metrics of a step's updates, which took `seconds`.
 
-    `by_batch`: every update compares the engine with the policy before the step, not only the first.
+    `by_batch`: old log-probs were measured before the step, so that the comparison of engine and
+    policy holds for the samples of every update. Without them only the first update has it.
     """
     tokens = [update["train/tokens"] for update in updates]
     metrics = {}
@@ -320,41 +328,40 @@ def over_updates(
         kind = name.removeprefix("train/")
         if kind in SUMS:
             metrics[name] = sum(values)
-        elif kind in OF_ENGINE:
-            metrics[name] = _finite_mean(values, tokens) if by_batch else values[0]
-        elif name.startswith(OF_FIRST_UPDATE):
+        elif kind in OF_ENGINE and by_batch:
+            metrics[name] = _finite_mean(values, tokens)
+        elif kind in OF_ENGINE or name.startswith(OF_FIRST_UPDATE):
             metrics[name] = values[0]
         else:
-            metrics[name] = _finite_mean(values)
+            metrics[name] = _finite_mean(values, [1.0] * len(values))
 
-    # What can be computed only from the means and sums.
+    # These are computed from the means and sums.
     if "train/importance_square" in metrics:
-        metrics["train/ess"] = metrics["train/importance_mean"] ** 2 / metrics.pop(
-            "train/importance_square"
-        )
+        mean_square = metrics.pop("train/importance_square")
+        metrics["train/ess"] = metrics["train/importance_mean"] ** 2 / mean_square
     metrics["train/tokens_per_s"] = metrics["train/tokens"] / seconds
     metrics["train/positions_per_s"] = metrics.pop("train/positions") / seconds
     metrics["train/mfu"] = metrics.pop("train/seconds_at_peak") / seconds
     return metrics
 
 
-def _finite_mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    """Return the mean of the finite values; NaN or infinite without any."""
-    finite = list(map(math.isfinite, values))
+def _finite_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Compute the weighted mean of the finite values; NaN or infinite where none is finite."""
+    finite = [math.isfinite(value) for value in values]
     if not any(finite):
         return statistics.fmean(values)
-    return statistics.fmean(compress(values, finite), weights and compress(weights, finite))
+    return statistics.fmean(compress(values, finite), compress(weights, finite))
 
 
 def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Compute the rates of a step from its metrics: tokens per second, and shares of its time."""
     seconds = metrics["time/step"]
-    wait = metrics["time/reward"]
+    training_s = seconds - metrics.get("time/eval", 0.0)
+    wait_s = metrics["time/reward"]
     rates = {
-        "step/tokens_per_s": metrics.get("rollout/tokens", 0.0)
-        / (seconds - metrics.get("time/eval", 0.0)),
-        "pipeline/wait_for_batch": (metrics["time/generate"] + wait) / seconds,
-        "pipeline/wait_for_rewards": wait / seconds,
+        "step/tokens_per_s": metrics.get("rollout/tokens", 0.0) / training_s,
+        "pipeline/wait_for_batch": (metrics["time/generate"] + wait_s) / seconds,
+        "pipeline/wait_for_rewards": wait_s / seconds,
     }
     if "time/batch" in metrics:
         rates["rollout/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/batch"]
@@ -362,54 +369,50 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return a sentence for each metric that is outside its healthy range, as NaN is, by name."""
+    """Find the metrics of one step outside their healthy range, NaN included: name → sentence."""
     sentences = {}
-    age = metrics.get("staleness/max")
+    staleness = metrics.get("staleness/max")
     for metric in known_metrics():
-        name = metric.name
-        low = metric.low
+        if metric.name not in metrics:
+            continue
+        value = metrics[metric.name]
         high = metric.high
-        if name not in metrics:
-            continue
-        if age and name in ON_POLICY:  # of stale rollouts it says how far the policy moved
-            continue
-        value = metrics[name]
-        if high is not None and name in ON_POLICY and age == 0:
-            high = min(high, metrics.get("sync/max_gap", high))
+        if metric.name in ON_POLICY and high is not None:
+            if staleness:
+                continue  # with stale rollouts a gap shows how far the policy has moved
+            if staleness == 0:
+                high = min(high, metrics.get("sync/max_gap", high))
+        # Negated, since NaN is neither inside a range nor beyond a bound.
         bound = ""
         if high is not None and not value <= high:
             bound = f"> {high:g}"
-        if low is not None and not value >= low:
-            bound = f"< {low:g}"
+        if metric.low is not None and not value >= metric.low:
+            bound = f"< {metric.low:g}"
         if bound:
-            sentences[name] = _sentence(metric, value, bound)
+            sentences[metric.name] = _sentence(metric, value, bound)
     return sentences
 
 
 class Alarms:
-    """The alarms of a run's steps, in order: unhealthy values, and values that change too fast.
+    """Finds unhealthy metrics in the steps of a run: by `alarms`, and an entropy that collapses.
 
-    A run that was resumed begins anew: what it compares with are the steps that it has seen.
-
-        rings = Alarms()
-        rings.step({"train/entropy": 1.2})  # {}
-        rings.step({"train/entropy": 0.2})  # {"train/entropy": "train/entropy = 0.2 (< 0.25 of 1.2, ..."}
+    A resumed run begins anew: it compares only steps of its own process.
     """
 
     def __init__(self) -> None:
         self._entropies: deque[float] = deque(maxlen=NUM_ENTROPIES)
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return a sentence for each metric of a step that is unhealthy, or has changed too fast, by name."""
-        unhealthy = alarms(metrics)
+        """Find the unhealthy metrics of the next step: name → sentence."""
+        sentences = alarms(metrics)
         entropy = metrics.get("train/entropy", math.nan)
         if math.isfinite(entropy):
             highest = max(self._entropies, default=0.0)
             if entropy < ENTROPY_KEPT * highest and highest > MIN_ENTROPY:
                 bound = f"< {ENTROPY_KEPT:g} of {highest:.4g}, at most {NUM_ENTROPIES} steps before"
-                unhealthy["train/entropy"] = _sentence(ENTROPY, entropy, bound)
+                sentences["train/entropy"] = _sentence(ENTROPY, entropy, bound)
             self._entropies.append(entropy)
-        return unhealthy
+        return sentences
 
 
 def _sentence(metric: Metric, value: float, bound: str) -> str:
@@ -417,7 +420,7 @@ def _sentence(metric: Metric, value: float, bound: str) -> str:
 
 
 def reference() -> str:
-    """Return the table of all metrics, for docs/metrics.md."""
+    """Write the table of all metrics, for docs/metrics.md."""
     rows = []
     for metric in known_metrics():
         healthy = []

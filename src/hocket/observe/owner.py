@@ -1,4 +1,7 @@
-"""Give a run folder to one process at a time: it holds a lock on owner.lock, and owner.json names it to people."""
+"""Give a run folder to one process at a time.
+
+The owner holds a lock on owner.lock; owner.json names it to people.
+"""
 
 import contextlib
 import errno
@@ -17,33 +20,35 @@ from hocket.formats import OWNER, Owner
 from hocket.observe.rows import read_text, with_format
 
 LOCK = "owner.lock"
-PATIENCE_S = 60.0  # that a resumed run waits for the end of the one before
-LOOK_S = 0.5  # between looks; `watch` may hold the lock for an instant
+PATIENCE_S = 60.0  # seconds that a resumed run waits for the end of the process before it
+LOOK_S = 0.5  # seconds of an attempt; `watch` may hold the lock for an instant
 
 
 @contextlib.contextmanager
 def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator[None]:
-    """Own a run folder while the body runs. Raise ConfigError if another process does, with `wait` after PATIENCE_S.
+    """Own a run folder while the body runs.
 
-    The operating system frees the lock of a process that has ended, however it ended.
+    The operating system frees the lock of a process that has ended, however it ended. Raises
+    ConfigError if another process owns the folder; with `wait`, only after PATIENCE_S.
     """
     lock = FileLock(run_dir / LOCK)
     _acquire(lock, run_dir, say, patience_s=PATIENCE_S if wait else 0.0)
-    named = run_dir / OWNER
+    owner_file = run_dir / OWNER
     try:
         owner: Owner = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": time.strftime("%F %T"),
         }
-        write_atomically(named, json.dumps(with_format(owner)))
+        write_atomically(owner_file, json.dumps(with_format(owner)))
         yield
     finally:
-        named.unlink(missing_ok=True)
-        # Only the owner may remove this: who has it open sees that it has no name any more, and begins anew.
+        owner_file.unlink(missing_ok=True)
+        # Removed before it is released: a process that waits for the lock then sees that its file is
+        # gone, and makes a new one.
         (run_dir / LOCK).unlink(missing_ok=True)
         lock.release()
-        with contextlib.suppress(OSError):  # something has been written
+        with contextlib.suppress(OSError):  # the run has written something
             run_dir.rmdir()
 
 
@@ -54,10 +59,10 @@ def _acquire(lock: FileLock, run_dir: Path, say: Callable[[str], None], patience
         try:
             lock.acquire(timeout=LOOK_S)
             return
-        except FileNotFoundError:  # the owner has ended, and removed the empty folder
+        except FileNotFoundError:  # the owner has just removed the empty folder: try again
             continue
         except Timeout:
-            who = f"{run_dir} belongs to {_owner_of(run_dir)}"
+            belongs = f"{run_dir} belongs to {_owner_of(run_dir)}"
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
@@ -65,21 +70,17 @@ def _acquire(lock: FileLock, run_dir: Path, say: Callable[[str], None], patience
             raise ConfigError(f"{run_dir} can't be locked ({error.strerror}): {advice}") from error
         if time.monotonic() - start >= patience_s:
             raise ConfigError(
-                f"{who}, which is running: choose another run.dir, or end that process first"
+                f"{belongs}, which is running: choose another run.dir, or end that process first"
             )
         if not is_waiting:
-            say(f"{who}; waiting up to {patience_s:g} s for its end (Ctrl-C to give up)")
+            say(f"{belongs}; waiting up to {patience_s:g} s for its end (Ctrl-C to give up)")
             is_waiting = True
 
 
 def _owner_of(run_dir: Path) -> str:
+    """Name the owner of a run folder, as far as owner.json does."""
     try:
-        owner: Owner = json.loads(read_text(run_dir / OWNER))  # a newer one is as good
+        owner: Owner = json.loads(read_text(run_dir / OWNER))  # the format of a newer one will do
         return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-    ):  # it is not written yet, or was removed just now
+    except (OSError, ValueError, TypeError, LookupError):  # not written yet, or just removed
         return "another process"

@@ -1,4 +1,7 @@
-"""Write the rows of a run's files, and read those of a run, the reward `http`, or a user (formats.py)."""
+"""Write the rows of a run's files (formats.py), and read them again.
+
+The reward `http` and users send rows of rollouts that may lack most keys; they are read here, too.
+"""
 
 import inspect
 import json
@@ -32,7 +35,6 @@ from hocket.formats import (
     RolloutRow,
     SequenceRow,
     Summary,
-    TrainedRow,
 )
 from hocket.types import (
     Group,
@@ -46,6 +48,7 @@ from hocket.types import (
     text_of,
 )
 
+# What the readers below raise for a file that is not as it was written.
 DAMAGED = (
     ValueError,
     LookupError,
@@ -55,22 +58,21 @@ DAMAGED = (
     RecursionError,
     yaml.YAMLError,
 )
-"""What is raised on reading what is not as it was written."""
+# The lists of numbers per token. No text of a row can match, since its quotes are escaped.
 _NUMBERS = re.compile(
     rb',\s*"(?:mask|token_ids|logprobs|advantages|trainer|entropy)":\s*\[[^\]]*\]'
 )
-"""Never in a text: its quotes are escaped."""
 
 
 def write_rollouts(folder: Path, name: str, groups: Iterable[Group]) -> Path:
-    """Write rollouts/NAME.jsonl, and the pictures that it names; return its path."""
-    for sequence in (
-        one for group in groups for rollout in group.rollouts for one in rollout.sequences
-    ):
-        if sequence.images:
-            from hocket.observe.vision import keep
+    """Write rollouts/NAME.jsonl, and the images that it names. Returns its path."""
+    for group in groups:
+        for rollout in group.rollouts:
+            for sequence in rollout.sequences:
+                if sequence.images:
+                    from hocket.observe.vision import keep  # only runs with images import it
 
-            keep(folder, sequence)
+                    keep(folder, sequence)
     path = folder / ROLLOUTS / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lines_of(groups))
@@ -78,7 +80,7 @@ def write_rollouts(folder: Path, name: str, groups: Iterable[Group]) -> Path:
 
 
 def lines_of(groups: Iterable[Group]) -> str:
-    """Return one JSON object per rollout, each on its line."""
+    """Write a line of JSON for each rollout."""
     lines = []
     for group in groups:
         for rollout, score in zip(group.rollouts, group.scores, strict=True):
@@ -90,16 +92,19 @@ def _line(row: RolloutRow) -> str:
     content = with_format(row)
     try:
         return to_json(content, fallback=_plain).decode()  # six times as fast as json with numbers
-    except PydanticSerializationError:  # half a surrogate pair
+    except PydanticSerializationError:  # a text has half a surrogate pair, which json can write
         return json.dumps(content, ensure_ascii=False, default=_plain)
 
 
 def _plain(value: Any) -> Any:
+    """Convert a value that JSON has no type for."""
     return value.tolist() if isinstance(value, array) else str(value)
 
 
 def row_of(group: Group, rollout: Rollout, score: Score) -> RolloutRow:
-    *others, last = map(_sequence_row, rollout.sequence_ids, rollout.sequences)
+    """Describe a rollout of a group, with its score."""
+    sequences = list(map(_sequence_row, rollout.sequence_ids, rollout.sequences))
+    others = sequences[:-1]
     prompt = rollout.prompt
     episode: EpisodeRow = {
         "group_id": group.id,
@@ -115,14 +120,14 @@ def row_of(group: Group, rollout: Rollout, score: Score) -> RolloutRow:
         "num_tokens": rollout.num_sampled,
     }
     if rollout.error is not None:
-        episode["failed"] = redacted(rollout.error)  # the episode; "error" may be a reward's
+        episode["failed"] = redacted(rollout.error)  # "error" may come from a reward
     if others:
         episode["others"] = others
     if prompt.source:
         episode["source"] = prompt.source
     if rollout.metrics:
         episode["metrics"] = dict(rollout.metrics)
-    return {**last, **episode}
+    return {**sequences[-1], **episode}
 
 
 def _sequence_row(name: str, sequence: TokenSequence) -> SequenceRow:
@@ -143,30 +148,29 @@ def _sequence_row(name: str, sequence: TokenSequence) -> SequenceRow:
     if sequence.turn_rewards:
         row["turn_rewards"] = sequence.turn_rewards
     if sequence.images:
-        row["images"] = [_image_row(image) for image in sequence.images]
+        row["images"] = [
+            ImageRow(
+                file=image.name,
+                start=image.start,
+                length=image.length,
+                placeholder=image.placeholder,
+            )
+            for image in sequence.images
+        ]
     return row
 
 
-def _image_row(image: Image) -> ImageRow:
-    return {
-        "file": image.name,
-        "start": image.start,
-        "length": image.length,
-        "placeholder": image.placeholder,
-    }
-
-
 def with_format(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a row, or the content of a .json file, the version of its format."""
+    """Add the version of the formats to a row, or to the content of a .json file."""
     return {"format": FORMAT, **content}
 
 
 def without_format(content: dict[str, Any], path: object) -> dict[str, Any]:
-    """Take the version of its format out of a row, or the content of a .json file.
+    """Remove the version of the formats from a row of `path`, or from the content of a .json file.
 
-    Raise DataError for a newer one.
+    Raises DataError for a version of a newer hocket.
     """
-    version = content.pop("format", 1)  # files of before have none
+    version = content.pop("format", 1)  # old files have none
     if version > FORMAT:
         raise DataError(
             f"{path} has format {version}, and this hocket reads formats up to {FORMAT}: a newer hocket wrote it; "
@@ -176,44 +180,50 @@ def without_format(content: dict[str, Any], path: object) -> dict[str, Any]:
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a JSONL file."""
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(with_format(row)) + "\n" for row in rows)
 
 
 def spoken(row: RolloutRow) -> str:
-    """Return the turns of a row's episode as text, or its only one."""
+    """Write what was said in an episode: all messages after the prompt, or the only completion."""
     dialogue = row.get("dialogue", ())
-    turns = [
+    lines = [
         f"{message.get('role')}: {text_of(message.get('content') or '')}" for message in dialogue
     ]
-    return "\n".join(turns) or str(row["completion"])
+    return "\n".join(lines) or str(row["completion"])
 
 
 def read_text(path: Path) -> str:
+    """Read a text file; "" if it is missing."""
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def config_of(folder: Path) -> dict[str, Any]:
+    """Read a run's config.yaml as it is; {} if it is missing."""
     return yaml.safe_load(read_text(folder / "config.yaml")) or {}
 
 
 def read_metrics(run_dir: Path) -> list[MetricsRow]:
-    """Read metrics.jsonl; raise DataError as `read_lines`."""
+    """Read metrics.jsonl. Raises DataError as `read_lines`."""
     return read_lines(run_dir / METRICS)
 
 
 def read_ledger(run_dir: Path) -> list[LedgerRow]:
-    """Read ledger.jsonl; raise DataError as `read_lines`."""
+    """Read ledger.jsonl. Raises DataError as `read_lines`."""
     return read_lines(run_dir / LEDGER)
 
 
 def read_rollouts(path: Path) -> list[RolloutRow]:
-    """Read a file of rollouts; raise DataError as `read_lines`."""
+    """Read a file of rollouts. Raises DataError as `read_lines`."""
     return read_lines(path)
 
 
 def read_summary(run_dir: Path) -> Summary:
-    """Read summary.json. Raise DataError where it is damaged, FileNotFoundError before the run has ended."""
+    """Read summary.json.
+
+    Raises FileNotFoundError before the run has ended, DataError for a damaged file.
+    """
     path = run_dir / SUMMARY
     text = path.read_text(encoding="utf-8", errors="replace")
     with reading(path):
@@ -221,7 +231,7 @@ def read_summary(run_dir: Path) -> Summary:
 
 
 def step_of(row: MetricsRow) -> int:
-    """Return the step of a row of metrics.jsonl. Raise one of DAMAGED without."""
+    """Read the step of a row of metrics.jsonl. Raises one of DAMAGED where it has none."""
     step = row["step"]
     if not isinstance(step, int):
         raise ValueError(f"the step {step!r} is no number")
@@ -229,9 +239,10 @@ def step_of(row: MetricsRow) -> int:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Read the objects of a JSONL file; none if it is missing.
+    """Read all rows of a JSONL file; none if it is missing.
 
-    Raise DataError for a newer format, or for a broken line but the last.
+    A killed run may leave a broken last line, which is ignored. Raises DataError for any other
+    broken line, and for a newer format.
     """
     rows = []
     lines = read_text(path).split("\n")  # a text may hold other line separators
@@ -246,19 +257,15 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def scan_rollouts(path: Path, mark: bytes = b"", *, tokens: bool = False) -> Iterator[RolloutRow]:
-    """Yield the rows of a file of rollouts as `_scan` does; without `tokens` they lack the lists of numbers."""
-    yield from _scan(path, mark, tokens=tokens)
+    """Yield the rows of a file of rollouts as `scan_lines` does."""
+    return scan_lines(path, mark, tokens=tokens)
 
 
-def scan_trained(path: Path, *, tokens: bool = False) -> Iterator[TrainedRow]:
-    """Yield the rows of trained/step_N.jsonl as `_scan` does."""
-    yield from _scan(path, b"", tokens=tokens)
+def scan_lines(path: Path, mark: bytes = b"", *, tokens: bool = False) -> Iterator[Any]:
+    """Yield the rows of a JSONL file one by one, without broken lines; none if it is missing.
 
-
-def _scan(path: Path, mark: bytes, *, tokens: bool) -> Iterator[Any]:
-    """Yield the objects of a JSONL file one by one, of lines with `mark` alone; none if it is missing.
-
-    Numbers of tokens are left out of them, without `tokens`; so is a broken line.
+    A line that lacks the bytes `mark` is skipped before it is parsed. Without `tokens`, the lists
+    of numbers per token are left out, which are most of a row.
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
@@ -270,12 +277,13 @@ def _scan(path: Path, mark: bytes, *, tokens: bool) -> Iterator[Any]:
 
 
 def parsed(line: str, path: object) -> Any:
-    """Parse a line of JSON. Returns None if it is no object, as the broken line of a killed run.
+    """Parse a line of a JSONL file; NaN and infinities become None.
 
-    Raise DataError for a newer format.
+    Returns None for a line that is no object, such as the broken one of a killed run. Raises
+    DataError for a newer format.
     """
     try:
-        row = json.loads(line, parse_constant=lambda name: None)  # NaN and infinities
+        row = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return None
     return without_format(row, path) if isinstance(row, dict) else None
@@ -283,7 +291,7 @@ def parsed(line: str, path: object) -> Any:
 
 @contextmanager
 def reading(path: object) -> Iterator[None]:
-    """Raise DataError where the body finds in files what no run writes."""
+    """Turn an error of the body that is one of DAMAGED into a DataError, which names `path`."""
     try:
         yield
     except DAMAGED as error:
@@ -292,17 +300,21 @@ def reading(path: object) -> Iterator[None]:
 
 
 def groups_of(lines: Iterable[str], path: Path | None = None) -> list[Group]:
-    """Parse the lines of a run's file of rollouts. `path`: that file, beside whose folder are the pictures.
+    """Parse the lines of a run's file of rollouts.
 
-    Raise one of DAMAGED where one is no such row, DataError for a newer format.
+    `path` is that file: images are read from the run folder that it lies in. Raises one of DAMAGED
+    for a line that is no such row, DataError for a newer format.
     """
     folder = path.parents[1] if path else None
     rows = [without_format(json.loads(line), path or "the row") for line in lines]
     groups = []
-    for name, together in groupby(rows, key=lambda row: str(row["group_id"])):
-        of_group = list(together)
-        rollouts = tuple(rollout_of(row, folder=folder) for row in of_group)
-        groups.append(Group(id=name, rollouts=rollouts, scores=tuple(map(_score, of_group))))
+    for name, group_rows in groupby(rows, key=lambda row: str(row["group_id"])):
+        rollouts = []
+        scores = []
+        for row in group_rows:
+            rollouts.append(rollout_of(row, folder=folder))
+            scores.append(_score(row))
+        groups.append(Group(id=name, rollouts=tuple(rollouts), scores=tuple(scores)))
     return groups
 
 
@@ -315,39 +327,40 @@ def _score(row: Mapping[str, Any]) -> Score:
 
 
 def rollout_of(sample: Mapping[str, Any], id: str = "", folder: Path | None = None) -> Rollout:
-    """Parse a row of a run, of the reward `http`, or a sample; only the completion must be there.
+    """Parse a row of a run, of the reward `http` or of a user; only the completion must be there.
 
-    Raise one of DAMAGED.
+    `id` is the rollout's if the row has none; images that the row names are in the run `folder`.
+    Raises one of DAMAGED for a row that is none.
     """
-    row = cast(RolloutRow, sample)  # of which it may lack keys: each is read by `get`
-    sequences = tuple(_sequence(one, folder) for one in (*row.get("others", ()), row))
-    last = sequences[-1]
-    num_read = (*last.mask, True).index(True)  # all, if no token was sampled
+    row = cast(RolloutRow, sample)  # keys may be missing: each is read by `get`
+    sequences = [_sequence(other, folder) for other in row.get("others", ())]
+    last = _sequence(row, folder)
+    sequences.append(last)
+    # The prompt ends where the first token was sampled.
+    num_prompt_tokens = last.mask.index(True) if any(last.mask) else len(last.mask)
 
     # A sample of a user may have its chat in the column `prompt`.
     messages = row.get("messages")
-    text = row.get("prompt")
-    chat: Any = text
-    if isinstance(chat, list):
-        messages = chat
+    text: Any = row.get("prompt")
+    if isinstance(text, list):
+        messages = text
         text = ""
-
     answer = row.get("answer")
     prompt = Prompt(
         id=row.get("prompt_id", ""),
-        token_ids=last.token_ids[:num_read],
+        token_ids=last.token_ids[:num_prompt_tokens],
         messages=None if messages is None else tuple(messages),
         text=text or _last_question(messages or ()),
         answer=None if answer is None else str(answer),
         meta=row.get("meta", {}),
         source=row.get("source", ""),
-        images=tuple(image for image in last.images if image.start <= num_read),
+        images=tuple(image for image in last.images if image.start <= num_prompt_tokens),
     )
     return Rollout(
         id=str(row.get("id", id)),
         prompt=prompt,
-        sequences=sequences,
-        reward=row.get("parts", {}).get("env"),  # of the environment alone
+        sequences=tuple(sequences),
+        reward=row.get("parts", {}).get("env"),  # the reward that passes on the environment's
         error=row.get("failed"),
         metrics=row.get("metrics", {}),
     )
@@ -382,12 +395,12 @@ def _sequence(row: SequenceRow, folder: Path | None) -> TokenSequence:
         opening=row.get("opening", ""),
         dialogue=tuple(row.get("dialogue", ())),
         images=images,
-        turn_rewards=tuple(TurnReward(*one) for one in row.get("turn_rewards", ())),
+        turn_rewards=tuple(TurnReward(*turn) for turn in row.get("turn_rewards", ())),
     )
 
 
 def reference() -> str:
-    """Return the tables of every key of a run's files."""
+    """Write the tables of the keys in a run's files, for docs/files.md."""
     parts = []
     for files, kinds in ROWS.items():
         parts.append(f"## {files}")
@@ -400,12 +413,13 @@ def reference() -> str:
 
 
 def _keys_of(kind: type) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the cells of a table's rows for the keys of a TypedDict."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         absent = ""
         if get_origin(hint) is NotRequired:
             absent = "yes"
             (hint,) = get_args(hint)
-        value, meaning = get_args(hint)  # of Annotated
+        value, meaning = get_args(hint)  # each hint is Annotated[type, meaning]
         yield f"`{name}`", _type_text(value), absent, meaning
 
 

@@ -1,4 +1,4 @@
-"""Keep the pictures of a run's rollouts in its folder, each once, by its SHA-256."""
+"""Keep the images of a run's rollouts in its folder, each once, under its SHA-256."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ _NAME = re.compile(r"[0-9a-f]{64}\.(?:png|jpeg|webp)")
 
 
 def keep(folder: Path, sequence: TokenSequence) -> None:
-    """Write the pictures of a sequence that the folder does not have yet."""
+    """Write the images of a sequence that a run folder does not have yet."""
     for image in sequence.images:
         path = picture_path(folder, image.name)
         if not path.exists():
@@ -24,7 +24,10 @@ def keep(folder: Path, sequence: TokenSequence) -> None:
 
 
 def image_of(row: ImageRow | str, folder: Path | None) -> Image:
-    """Return a picture of a run's row, or that of a data URL. Raise ValueError without it."""
+    """Read an image: a data URL, or one that a run's row describes and its `folder` has.
+
+    Raises ValueError where it is missing or damaged.
+    """
     if isinstance(row, str):
         data = from_text(row)
         return Image(file=data, name=file_name(data), start=0, length=0, placeholder=0)
@@ -45,7 +48,7 @@ def image_of(row: ImageRow | str, folder: Path | None) -> Image:
 
 
 def picture_path(folder: Path, name: str) -> Path:
-    """Return the file of a picture. Raise ValueError for a name that could be another file's."""
+    """Find the file of an image. Raises ValueError for a name that a run does not give to one."""
     if not _NAME.fullmatch(str(name)):
         raise ValueError(f"{name!r:.80} is no picture of a run")
     return folder / "images" / name

@@ -51,6 +51,7 @@ def model_shapes(path: str) -> ModelShapes:
     files, _ = model_files.weight_files(path)
     shapes, _ = model_files.read_headers(files)
     model, _ = model_files.load_on_meta(path, shapes)
+    # Names in memory become names in files, by which tensors are published.
     published = revert_weight_conversion(model, model.state_dict())
     named = {name: tuple(tensor.shape) for name, tensor in published.items()}
     return ModelShapes(named, dict(model.all_tied_weights_keys), type(model).__name__)
@@ -109,7 +110,7 @@ def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
 def total_checksum(tensors: Mapping[str, TensorSpec], text: str = "") -> str:
     """Compute the checksum of a whole version, whatever the order of its tensors.
 
-    `text`: of a checkpoint, which keeps more than tensors.
+    `text`: the rest of a checkpoint, which keeps more than tensors.
     """
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):

@@ -181,7 +181,7 @@ class ToolCall(Strict):
 
 
 class Column:
-    """A field with a number per token.
+    """Annotation of a field with a number per token, by which pydantic reads and writes it.
 
     In JSON it is a list. In a `packed` stream it is the memory of an array, in base64.
     """
@@ -232,8 +232,8 @@ class Completion(Strict):
     token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "I")]
     # Under the distribution that was sampled from: after temperature, top_p and top_k.
     logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "f")]
-    # The text of the turn: also of the turn's tokens in the prompt (`begun`), but without the stop
-    # token or stop string.
+    # The text of the turn: also of its tokens in the prompt (GenerateRequest.begun), but without
+    # the stop token or stop string.
     text: str
     # The stop string, and the rest of the token in which it ends.
     after_text: str = Field(default="", exclude_if=lambda text: not text)
@@ -280,8 +280,8 @@ class GenerateRequest(Request[GenerateResponse]):
     seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
     session: str | None = None  # session of the server: the request is refused after a restart
     tools: Toolbox | None = None
-    # For each prompt, the number of its last tokens that the model sampled in this turn already.
-    # Text and tool calls are those of the whole turn.
+    # For each prompt, the number of tokens at its end that belong to this turn already: the turn
+    # goes on. Text and tool calls are those of the whole turn.
     begun: Annotated[list[Annotated[int, Field(ge=0)]], FAIL_FAST] | None = Field(
         None, max_length=MAX_PROMPTS
     )
@@ -404,7 +404,7 @@ class CollectiveSource(Strict):
 
 
 class OtherSource(Strict, extra="allow"):
-    """A version that comes in a way of its own.
+    """A version that comes by the transport of a plugin.
 
     The part of the server that knows this kind reads the other fields.
     """
@@ -442,7 +442,7 @@ class ReloadResponse(Strict):
 class ReloadRequest(Request[ReloadResponse]):
     """POST /reload_weights. A version that the server holds already is not loaded.
 
-    With `compare` it is sent once more, and the model is compared with it.
+    With `compare` no version is loaded: the server compares its weights with those of `source`.
     """
 
     route = "/reload_weights"

@@ -62,14 +62,14 @@ def weight_files(path: str) -> tuple[list[Path], list[str]]:
         whole = local_file(path, name)
         index = local_file(path, f"{name}.index.json")
         if whole is not None:
-            return [whole], _stale(whole, index)
+            return [whole], _second_set(whole, index)
         if index is not None:
             return _shards(index)
     return [], []
 
 
-def _stale(whole: Path, index: Path | None) -> list[str]:
-    """Refuse shards beside a whole file: transformers loads the file, vLLM loads the shards."""
+def _second_set(whole: Path, index: Path | None) -> list[str]:
+    """Word the problem of shards beside a whole file: transformers loads it, vLLM the shards."""
     others = [] if index is None else [index]
     if whole.suffix == ".safetensors":
         others += sorted(whole.parent.glob("model-*-of-*.safetensors"))
@@ -120,7 +120,11 @@ def read_headers(files: Iterable[Path]) -> tuple[dict[str, tuple[int, ...]], lis
             problems.append(pointer(file))
             continue
         try:
-            shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+            if file.suffix == ".safetensors":
+                shapes |= _safetensors(file)
+            else:
+                for name, tensor in _unpickled(file, "meta").items():
+                    shapes[name] = tuple(tensor.shape)
         except _DAMAGES as error:
             cause = str(error).splitlines()[0]
             problems.append(f"{file.name} is cut off or damaged ({cause}); {AGAIN}")
@@ -145,11 +149,6 @@ def _safetensors(file: Path) -> dict[str, tuple[int, ...]]:
     if promised != size:
         raise ValueError(f"its header promises {promised:,} bytes, the file has {size:,}")
     return {name: tuple(entry["shape"]) for name, entry in header.items()}
-
-
-def _pickled(file: Path) -> dict[str, tuple[int, ...]]:
-    """Read the shapes from a file of torch.save."""
-    return {name: tuple(tensor.shape) for name, tensor in _unpickled(file, "meta").items()}
 
 
 def _unpickled(file: Path, device: str) -> "dict[str, torch.Tensor]":
@@ -186,12 +185,12 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
         auto = transformers.AutoModelForSequenceClassification
     elif hasattr(config, "vision_config"):
         auto = transformers.AutoModelForImageTextToText
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    # Its report is read here, not printed.
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # its report is read here, not printed
-    tensors: dict[str, torch.Tensor] = {}
-    for name, shape in shapes.items():
-        tensors[name] = torch.empty(shape, device="meta")
+    transformers.utils.logging.set_verbosity_error()
     try:
         with torch.device("meta"):
             empty = auto.from_config(config, trust_remote_code=False)
@@ -229,7 +228,7 @@ def differences(report: Mapping[str, Any], *, head: bool = True) -> list[str]:
 
     `head`: whether the model's head is used. If not, the files may have none, or another kind.
     """
-    unused = () if head else HEADS
+    unused = () if head else HEADS  # no name ends with one of ()
     missing = sorted(name for name in report["missing_keys"] if not name.endswith(unused))
     unexpected = sorted(name for name in report["unexpected_keys"] if not name.endswith(unused))
     mismatched = [keys for keys in report["mismatched_keys"] if not keys[0].endswith(unused)]
@@ -274,8 +273,8 @@ def untied(loaded: Loaded, files: Sequence[Path], shapes: Shapes) -> list[str]:
     for pair in loaded.model.all_tied_weights_keys.items():
         parameters = {name: loaded.model.get_parameter(name) for name in pair}
         published = revert_weight_conversion(loaded.model, parameters)
-        stored = [_stored(name, shapes) for name in published]
-        if len(stored) != 2:
+        stored = [_name_in_files(name, shapes) for name in published]
+        if len(stored) != 2:  # not one tensor of the files for each
             continue
         first, second = stored
         if first is None or second is None or _equal(files, first, second):
@@ -288,11 +287,11 @@ def untied(loaded: Loaded, files: Sequence[Path], shapes: Shapes) -> list[str]:
     return problems
 
 
-def _stored(name: str, shapes: Shapes) -> str | None:
+def _name_in_files(name: str, shapes: Shapes) -> str | None:
     """Find a tensor's name in the files, where it may have a longer or shorter prefix."""
-    for stored in shapes:
-        if f".{stored}".endswith(f".{name}") or f".{name}".endswith(f".{stored}"):
-            return stored
+    for in_file in shapes:
+        if f".{in_file}".endswith(f".{name}") or f".{name}".endswith(f".{in_file}"):
+            return in_file
     return None
 
 

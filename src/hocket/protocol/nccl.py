@@ -25,7 +25,7 @@ from hocket.protocol import TensorLayout, TensorSpec, manifest
 dist: Any = distributed  # its type stubs lack some public classes
 Store = Any  # a torch.distributed.Store
 Named = Sequence[tuple[str, Tensor]]  # tensors with their names
-BucketPart = tuple[Named, dict[str, TensorSpec]]  # what a bucket held, and the specs by name
+BucketPart = tuple[Named, dict[str, TensorSpec]]  # the tensors of a bucket, and their specs by name
 
 BUCKET_BYTES = 256 << 20  # the size that a bucket has, about
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -49,14 +49,17 @@ def num_bytes(bucket: Sequence[TensorLayout]) -> int:
 
 
 def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSpec]]:
-    """Copy tensors into a bucket, uint8 [num_bytes] on `device`; return it, and their specs."""
+    """Copy tensors into a bucket, uint8 [num_bytes] on `device`; return it, and their specs.
+
+    The checksums are of the tensors, not of the copies, so that a faulty copy is noticed.
+    """
     bucket = layout(named)
     flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=device)
     views, checksums = _views(flat, bucket)
     for (_, view), (_, tensor) in zip(views, named, strict=True):
         view.copy_(tensor)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    checksums.copy_(_numbers(specs))
+    checksums.copy_(_checksum_words(specs))
     return flat, specs
 
 
@@ -67,17 +70,17 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> BucketPart:
     """
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    changed = (checksums.cpu() != _numbers(specs)).nonzero()
+    changed = (checksums.cpu() != _checksum_words(specs)).nonzero()
     if len(changed):
         name, _ = named[int(changed[0])]
         raise SyncError(f"the bytes of tensor {name!r} changed on their way")
     return named, specs
 
 
-def _numbers(specs: dict[str, TensorSpec]) -> Tensor:
+def _checksum_words(specs: dict[str, TensorSpec]) -> Tensor:
     """Convert checksums from hexadecimal digits to the words of a bucket, int64 [n]."""
-    numbers = [int(spec.checksum, 16) for spec in specs.values()]
-    return torch.tensor(numbers, dtype=torch.uint64).view(torch.int64)
+    words = [int(spec.checksum, 16) for spec in specs.values()]
+    return torch.tensor(words, dtype=torch.uint64).view(torch.int64)
 
 
 @dataclasses.dataclass(eq=False)
@@ -152,7 +155,8 @@ class WeightGroup:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # each thread has its own current device
         options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank = 0
+        options.rootTensor = 0
         group.broadcast([flat], options).wait()
 
     def close(self) -> None:
@@ -177,9 +181,8 @@ def make_store(address: str, timeout_s: float) -> Store:
     return dist.TCPStore(
         address,
         port,
-        None,
-        True,
-        timeout,
+        is_master=True,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
@@ -188,7 +191,7 @@ def make_store(address: str, timeout_s: float) -> Store:
 def find_store(host: str, port: int, timeout_s: float) -> Store:
     """Connect to the store of rank 0. Raises RuntimeError past the deadline."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
@@ -207,11 +210,9 @@ def address_towards(host: str, port: int) -> str:
 
 
 def why_broken(error: Exception) -> str:
-    """Shorten an error of a group to its cause.
-
-    Gloo's messages begin with a place in its source, and torch's end with a joke.
-    """
-    return re.sub(r"^\[.*?\] *|\. .*", "", cause_of(error))
+    """Shorten an error of a group to the first sentence of its cause: torch's end with a joke."""
+    cause = re.sub(r"^\[.*?\] *", "", cause_of(error))  # gloo's begin with a place in its source
+    return cause.partition(". ")[0]
 
 
 def gpu_id(device: torch.device) -> str | None:

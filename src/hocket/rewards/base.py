@@ -34,13 +34,9 @@ def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
 
 
 def _decoded_images(rollout: Rollout) -> list[Any]:
-    from hocket.common.vision import decoded  # imports Pillow: only rewards that name `images`
+    from hocket.common.vision import decoded  # only rewards that name `images` wait for its import
 
     return [decoded(image.data) for image in rollout.prompt.images]
-
-
-def _texts(rollouts: Sequence[Rollout]) -> list[str]:
-    return [rollout.text for rollout in rollouts]
 
 
 # Arguments that are equal for all rollouts of a group.
@@ -61,7 +57,7 @@ _ROLLOUT_ARGUMENTS: dict[str, Callable[[Any], Any]] = {
 }
 # Arguments of a reward that scores a whole group in one call; rollouts that failed are not in it.
 _GROUP_ARGUMENTS: dict[str, Callable[[Sequence[Rollout]], Any]] = {
-    "completions": _texts,
+    "completions": lambda rollouts: [rollout.text for rollout in rollouts],
     "rollouts": list,
 }
 _SINGLE_ARGUMENTS = _PROMPT_ARGUMENTS | _ROLLOUT_ARGUMENTS
@@ -100,10 +96,10 @@ class RetryError(Exception):
         self.retry_after = retry_after
 
 
-def named(rollout: Rollout) -> dict[str, Any]:
-    """Map each argument that a reward can name to its value for a rollout, as JSON takes it.
+def arguments_as_json(rollout: Rollout) -> dict[str, Any]:
+    """Map the arguments that a reward can name to their values for a rollout.
 
-    Images are data URLs, and the rollout itself is left out.
+    All are JSON: images are data URLs, and the rollout itself is left out.
     """
     values = {}
     for name, read in _SINGLE_ARGUMENTS.items():
@@ -118,14 +114,16 @@ def named(rollout: Rollout) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A registered function or class; `bind` adds what its section of the config says."""
+    """A registered function or class, and what its section of the config says of it."""
 
+    # Set by the decorator.
     name: str
     function: Callable[..., Any]
     runs: Runs
     imports: tuple[str, ...]  # packages that it needs, loaded when its worker starts
     own_deadline: bool  # it ends a late call itself
     check: Callable[..., None] | None  # refuses options that this machine can't run
+    # Set by `bind`.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_for: Collection[str] = ()  # arguments of a call that come from the rollouts
     of_group: bool = False  # one call scores all rollouts of a group
@@ -249,14 +247,15 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     own_arguments = _GROUP_ARGUMENTS if of_group else _ROLLOUT_ARGUMENTS
     provided = _PROMPT_ARGUMENTS.keys() | own_arguments.keys()
 
-    # The section has keys that every reward has, and options for the function.
+    # The section has keys that every reward has, and options of the function.
     common_keys = set(type(spec).model_fields)
     options = spec.model_dump(exclude=common_keys)
-    limits: dict[str, Any] = {"max_concurrent": spec.max_concurrent, "retries": spec.retries}
+    retries = spec.retries
     reserved = common_keys & inspect.signature(registered.function).parameters.keys()
-    if registered.runs == "async" and "retries" in reserved:
+    if registered.runs == "async" and "retries" in reserved:  # the function repeats its calls
         reserved.remove("retries")
-        options["retries"] = limits.pop("retries")
+        options["retries"] = spec.retries
+        retries = 0
     if reserved:
         raise ConfigError(
             f"{title}: {min(reserved)!r} is a key of every reward's section; rename the argument"
@@ -264,7 +263,12 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     options = _read_options(registered, options, title, section, provided)
 
     bound = dataclasses.replace(
-        registered, options=options, asks_for=parameters & provided, of_group=of_group, **limits
+        registered,
+        options=options,
+        asks_for=parameters & provided,
+        of_group=of_group,
+        max_concurrent=spec.max_concurrent,
+        retries=retries,
     )
     if registered.check is not None:
         registered.check(**options)

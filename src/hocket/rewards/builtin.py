@@ -93,9 +93,7 @@ def json_schema(
     from jsonschema import Draft202012Validator, validators
 
     # Read the schema. An error in it is the user's, not the model's: it is raised.
-    if schema is not None:
-        meta = {"schema": schema}
-    schema = column(meta, "schema")
+    schema = column(meta, "schema") if schema is None else _from_json(schema)
     if not isinstance(schema, Mapping | bool):
         advice = "set the option schema, or give the row a column 'schema'"
         raise ValueError(f"there is no schema: {advice}, got {schema!r}")
@@ -183,12 +181,15 @@ def _in_digits(text: str) -> str:
 
 def column(meta: Mapping[str, Any], name: str) -> Any:
     """Read a column of the row; text is parsed as JSON."""
-    value = meta.get(name)
+    return _from_json(meta.get(name))
+
+
+def _from_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
 def list_of(option: str, meta: Mapping[str, Any], name: str) -> Sequence[Any]:
-    """Read the list in the column that an option names. Raises ValueError without one."""
+    """Read the list in the column `name`, which an option names. Raises ValueError without one."""
     value = column(meta, name)
     if not isinstance(value, Sequence) or not value:
         raise ValueError(

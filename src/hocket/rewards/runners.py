@@ -80,7 +80,8 @@ class Inline(Runner):
 class InLoop(Runner):
     """Calls an async reward in one event loop; the instance of a class lives as long as the loop.
 
-    `seconds` gets the deque with the durations of the reward's calls under its name.
+    `seconds` has the durations of each reward's last calls, by name. Those of this reward are
+    measured here, or by a class itself if it has the attribute `call_seconds`.
     """
 
     def __init__(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
@@ -152,7 +153,7 @@ class InLoop(Runner):
                 problem = NoScoreError(f"can't be set up: {type(error).__name__}: {error}")
                 self._function.set_exception(problem)
                 return
-            # A class may measure its calls itself, without the time that they wait for each other.
+            # A class knows how long its calls wait for each other, and leaves that time out.
             seconds[reward.name] = getattr(function, "call_seconds", self._seconds)
             self._function.set_result(function)
             await asyncio.Event().wait()  # until the end of the event loop cancels this task

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hocket.errors import RewardError, program
 from hocket.rewards.base import RetryError, bind
@@ -27,13 +27,25 @@ FIRST_LATE = 8
 MOST_LATE = 32
 
 
+class Scorer(Protocol):
+    """Scores the rollouts of a group: each when its episode ends, then all of them together."""
+
+    async def ask(self, rollout: Rollout) -> Mapping[str, Score]:
+        """Call the rewards that score a single rollout. Returns their scores by name."""
+
+    async def settle(
+        self, rollouts: Sequence[Rollout], values: Sequence[Mapping[str, Score]]
+    ) -> tuple[Score, ...]:
+        """Score a complete group. `values` holds the result of `ask` for each rollout."""
+
+
 class RewardScorer:
     """Scores rollouts by some of the rewards of a config.
 
     It raises nothing but RewardError, which ends the run.
 
-    with RewardCalls(config.rewards, names) as calls:
-        scores = await RewardScorer(calls, names).score_group(rollouts)
+        with RewardCalls(config.rewards, names) as calls:
+            scores = await RewardScorer(calls, names).score_group(rollouts)
     """
 
     def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
@@ -58,14 +70,9 @@ class RewardScorer:
         return {name: score for name, (score,) in results.items()}
 
     async def settle(
-        self,
-        rollouts: Sequence[Rollout],
-        values: Sequence[Mapping[str, Score]],
+        self, rollouts: Sequence[Rollout], values: Sequence[Mapping[str, Score]]
     ) -> tuple[Score, ...]:
-        """Call the rewards that score a group, and combine all rewards of each rollout.
-
-        `values` holds the result of `ask` for each rollout.
-        """
+        """Call the rewards that score a group, and combine all rewards of each rollout."""
         scores = [no_score(rollout.error) for rollout in rollouts]
         played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
         if not played:
@@ -105,7 +112,8 @@ class RewardCalls:
         self.seconds = {name: clock() for name in self.specs}
         self._timeout_s = config.timeout_s
         self._may_fail = config.max_error_rate == 1
-        # Late calls in a row, by reward. It begins so high that the FIRST_LATE first ones suffice.
+        # Late calls in a row, by reward. MOST_LATE end the run; a count that begins at this value
+        # reaches it after FIRST_LATE.
         self._late = dict.fromkeys(self.specs, MOST_LATE - FIRST_LATE)
         # When a call of the reward last ended, or a warning said that none does.
         self._quiet_since = dict.fromkeys(self.specs, 0.0)

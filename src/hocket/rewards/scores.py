@@ -78,7 +78,7 @@ def failure(error: BaseException) -> Score:
     """Make the score of a call that raised; its error names the line of code."""
     if isinstance(error, NoScoreError):
         return no_score(str(error))
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]  # where it was raised
     text = _plain(error)[: MAX_TEXT // 2]
     return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
 
@@ -93,11 +93,9 @@ def compose(
     deviation of the group's values. In a rollout where the value of a gate is not above 0, the
     other rewards can only lower the total.
     """
-    # Turn the table: from one list per reward to one mapping per rollout.
-    table = zip(*results.values(), strict=True)
-    rows = [dict(zip(results, scores, strict=True)) for scores in table]
-    totals = [0.0] * len(rows)
-    is_open = [True] * len(rows)
+    num_rollouts = len(next(iter(results.values()), ()))
+    totals = [0.0] * num_rollouts
+    is_open = [True] * num_rollouts
     for name, spec in specs.items():
         if spec.gate:
             for i, score in enumerate(results[name]):
@@ -108,7 +106,11 @@ def compose(
             if not spec.gate and not is_open[i]:
                 term = min(term, 0.0)
             totals[i] += term
-    return [_combined(row, total) for row, total in zip(rows, totals, strict=True)]
+    combined = []
+    for i, total in enumerate(totals):
+        rollout_results = {name: scores[i] for name, scores in results.items()}
+        combined.append(_combined(rollout_results, total))
+    return combined
 
 
 def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float]:

@@ -1,7 +1,8 @@
 """Call rewards in worker processes, because a thread that hangs can't be ended (docs/security.md).
 
-A worker process has two pipes. Pickled requests go in; answers come out as JSON, so that this
-process unpickles nothing that a reward may have written.
+A worker process has two pipes. Requests go in: pickles of (function, size, of_group), where the
+call of the function gives `size` scores. Answers come out as JSON, the list of the scores, so that
+this process unpickles nothing that a reward may have written.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ class Workers(Runner):
         for reward in rewards:
             modules |= dict.fromkeys(reward.imports)
             modules[_module_of(reward)] = None
-        self._load_request = pickle.dumps((partial(_load, list(modules)), 1, False))
+        self._load_request = pickle.dumps((partial(_load, list(modules)), 1, False))  # one score
         has_class = any(reward.is_class for reward in rewards)
         self._tear_down_s = TEAR_DOWN_S if has_class else 0.0
         self._line_numbers = itertools.count(1)  # numbers the printed lines of all workers
@@ -160,20 +161,21 @@ class Worker:
         timer = threading.Timer(timeout_s, kill_late)
         timer.daemon = True
         timer.start()
-        problem = "answered with something else than a result"
+        has_ended = False
         try:
             self._requests.send_bytes(request)
             answer = json.loads(self._answers.recv_bytes(MAX_ANSWER * size))
             scores = [as_score(Score(**fields)) for fields in answer]
             if len(scores) == size:
                 return scores
-        except (EOFError, BrokenPipeError):  # the worker has ended
-            problem = ""
+        except (EOFError, BrokenPipeError):
+            has_ended = True
         except Exception:  # noqa: BLE001, S110 - no answer may end the run
             pass
         finally:
             timer.cancel()
-        if not problem:
+        problem = "answered with something else than a result"
+        if has_ended:
             problem = self._describe_end()
         self.kill()
         if is_late:
@@ -229,10 +231,7 @@ _IN_WORKER = Inline()
 
 
 def work(requests_fd: int, answers_fd: int) -> None:
-    """Answer requests until their pipe is closed: the program of a worker process.
-
-    A request is the pickle of (function, size, of_group), an answer the JSON list of its scores.
-    """
+    """Answer requests until their pipe is closed: the program of a worker process."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     requests = Connection(requests_fd, writable=False)
     answers = Connection(answers_fd, readable=False)
@@ -256,7 +255,7 @@ def _call(name: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -
 
 
 def _load(modules: Sequence[str]) -> float:
-    """Import modules and plugin files; the result is a score like any other."""
+    """Import modules and plugin files. Returns a score, as every request must."""
     for module in modules:
         if module.endswith(".py"):
             load_plugins([module])

@@ -8,12 +8,11 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 from hocket.client.pool import Deadline
 from hocket.common.tasks import cancel
 from hocket.protocol import SamplingParams
-from hocket.rewards.scorer import RewardScorer
+from hocket.rewards.scorer import Scorer
 from hocket.types import Group, Prompt, Rollout, Score
 
 
@@ -53,18 +52,10 @@ class Plan:
     batch: Batch = dataclasses.field(default_factory=Batch)  # the batch as far as it is gathered
 
 
-class Take(Protocol):
-    """Draws prompts from the stream."""
-
-    def __call__(self, count: int, /) -> Mapping[int, Prompt]:
-        """Draw `count` prompts, by the number of the draw. At the stream's end there are fewer."""
-
-
-class Play(Protocol):
-    """Plays an episode of a prompt."""
-
-    def __call__(self, prompt: Prompt, slot: Slot, /) -> Awaitable[Rollout]:
-        """Play the episode. Raises only ServerError; other failures are in `Rollout.error`."""
+Take = Callable[[int], Mapping[int, Prompt]]
+"""Draws this many prompts, by the number of the draw. At the stream's end there are fewer."""
+Play = Callable[[Prompt, Slot], Awaitable[Rollout]]
+"""Plays an episode of a prompt. Raises only ServerError; other failures are in `Rollout.error`."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,22 +73,17 @@ async def collect(
     plan: Plan,
     take: Take,
     play: Play,
-    scorer: RewardScorer,
+    scorer: Scorer,
     *,
     has_signal: Callable[[Group], bool] = lambda group: True,
 ) -> Batch:
     """Draw prompts until `wanted` groups have a signal or `at_most` are drawn. Returns all groups.
 
-    Args:
-        plan: The size of the batch. `plan.batch` is filled while groups are gathered.
-        take: Draws prompts.
-        play: Plays an episode.
-        scorer: Scores the episodes of a group.
-        has_signal: Whether a group can be learned from. If not, another prompt is drawn.
+    They are in `plan.batch`, which is filled while they are gathered.
 
-    Raises:
-        ServerError: The servers failed before the deadline.
-        RewardError: Rewards failed again and again.
+    has_signal: whether a group can be learned from. If not, another prompt is drawn. Raise
+    ServerError if the servers failed before the deadline, and RewardError if rewards failed again
+    and again.
     """
     batch = plan.batch
     missing = plan.wanted  # groups with a signal that are neither gathered nor under way
@@ -131,7 +117,7 @@ async def collect(
 
 
 async def _episode(
-    open_group: _OpenGroup, sample: int, plan: Plan, play: Play, scorer: RewardScorer
+    open_group: _OpenGroup, sample: int, plan: Plan, play: Play, scorer: Scorer
 ) -> Group | None:
     """Play and score one episode. The last one of a group returns the complete group."""
     group_id = f"{plan.label}/{open_group.index}"

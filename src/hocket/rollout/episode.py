@@ -86,13 +86,8 @@ def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
     return len(prompt.token_ids) + sampling.max_tokens
 
 
-def late(slot: Slot, failed: ServerError) -> str:
-    """Describe a failure of the servers that ends an episode after its deadline.
-
-    Before the deadline the failure itself is raised.
-    """
-    if not slot.deadline.over:
-        raise failed
+def too_late(slot: Slot, failed: ServerError) -> str:
+    """Describe a failure of the servers that ends an episode after its deadline."""
     return (
         f"the episode was not over within {slot.deadline.seconds:g} s (rollout.timeout_s): {failed}"
     )
@@ -138,8 +133,7 @@ class Episode:
     async def play(self) -> Rollout:
         """Play the episode. One that fails or is late becomes a rollout with an error.
 
-        Raises:
-            ServerError: The servers failed before the deadline.
+        Raise ServerError if the servers failed before the deadline.
         """
         error = None
         await self.budget.start(self._held)
@@ -148,7 +142,9 @@ class Episode:
         except EpisodeError as failed:
             error = f"environment: {failed}"
         except ServerError as failed:
-            error = late(self.slot, failed)
+            if not self.slot.deadline.over:
+                raise
+            error = too_late(self.slot, failed)
         finally:
             self._hold(0)
         sequences = self._finished.copy()
@@ -263,12 +259,13 @@ class Episode:
             return 0
         return self.limits.max_length - len(self._transcript.token_ids) - len(added.token_ids)
 
-    # Rendering. A method that returns None found no sequence that can hold the tokens.
+    # Rendering. A method returns None if the tokens are too many for a sequence, so that no turn
+    # can follow. A method that begins a new transcript with the tokens returns NOTHING.
 
     def _split(self, observation: Observation) -> tuple[Observation, Sequence[Any]]:
         """Take the images out of an observation, as the renderer reads them."""
         try:
-            return self.renderer.observed(observation)
+            return self.renderer.split_observation(observation)
         except ValueError as error:
             raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
 
@@ -324,18 +321,17 @@ class Episode:
     ) -> Added | None:
         """Render tokens in a thread, and put in those of the images.
 
-        Args:
-            render: Returns the token ids, with a placeholder for each image.
-            raw_images: The images, as the renderer has split them off.
-            before: The images that the sequence has already.
+        render: returns the token ids, with a placeholder for each raw image. before: the images
+        that the sequence has already.
         """
 
-        def expanded() -> Added:
-            token_ids, images = self.renderer.expanded(render(), raw_images, before)
+        def render_with_images() -> Added:
+            token_ids, images = self.renderer.insert_images(render(), raw_images, before)
             return Added(token_ids, images)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(_RENDERING, expanded)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(_RENDERING, render_with_images)
         except TooLongError:
             return None
         except ValueError as error:
@@ -352,9 +348,9 @@ class Episode:
     async def _shortened(
         self, history: History, added: Added | None, step: Observation, raw_images: Sequence[Any]
     ) -> Added | None:
-        """Begin a new transcript with a shorter history, to which nothing is added.
+        """Begin a new transcript with a shorter history, to which nothing is to be added.
 
-        If none is short enough the old transcript stays, and gets `added`.
+        If no history is short enough, the old transcript stays, and `added` is to be added.
         """
         dialogue = self._conversation.since(self._transcript.dialogue, step.messages)
         has_text = bool(step.text) or any(message["role"] == "environment" for message in dialogue)
@@ -384,16 +380,11 @@ class Episode:
         returns: tuple[type, ...],
         extra_s: float = 0.0,
     ) -> Any:
-        """Call a method of the environment within the episode's remaining time.
+        """Call a method of the environment, or a history, within the episode's remaining time.
 
-        Args:
-            method: The method, or a history.
-            arguments: Its arguments.
-            returns: The types that it may return.
-            extra_s: Seconds that this call may take and env.timeout_s does not count.
-
-        Raises:
-            EpisodeError: The method raised, took too long or returned another type.
+        returns: the types that it may return. extra_s: seconds that this call may take and
+        env.timeout_s does not count. Raise EpisodeError if the method raised, took too long or
+        returned another type.
         """
         name = method.__name__
         start = time.monotonic()

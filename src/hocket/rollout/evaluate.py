@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hocket.client.pool import Deadline
 from hocket.observe.metrics import by_source
 from hocket.protocol import SamplingParams
-from hocket.rewards.scorer import RewardScorer, refuse_failing
+from hocket.rewards.scorer import Scorer, refuse_failing
 from hocket.rollout.collect import Plan, Play, Slot, collect
 from hocket.types import Group, Metrics, Prompt, Rollout
 
@@ -23,7 +23,7 @@ class Evaluation:
 
     prompts: Sequence[Prompt]
     play: Play
-    scorer: RewardScorer  # scores by the rewards of `rewards` alone
+    scorer: Scorer  # scores by the rewards of `rewards` alone
     rewards: Mapping[str, str]  # name of the reward that measures each source
     samples: int  # samples per prompt at a temperature above 0, after a greedy rollout
     sampling: SamplingParams
@@ -34,18 +34,11 @@ class Evaluation:
     async def run(
         self, label: str, generated: Callable[[], None] = lambda: None
     ) -> tuple[dict[str, float], list[Group]]:
-        """Measure all prompts.
+        """Measure all prompts. Returns the eval/* metrics, and the groups in the prompts' order.
 
-        Args:
-            label: The name of this evaluation, unique in a run.
-            generated: Called once all episodes have ended, while rewards may be missing.
-
-        Returns:
-            The eval/* metrics, and the groups in the order of the prompts.
-
-        Raises:
-            ServerError: The servers failed before the deadline.
-            RewardError: More rollouts than max_error_rate have no score, or all of them.
+        label: the name of this evaluation, unique in a run. generated: called once all episodes
+        have ended, while rewards may be missing. Raise ServerError if the servers failed before
+        the deadline, and RewardError if more rollouts than max_error_rate have no score, or all.
         """
         num_prompts = len(self.prompts)
         greedy = self.sampling.model_copy(update={"temperature": 0.0})
@@ -92,10 +85,8 @@ def measured(groups: Sequence[Group], rewards: Mapping[str, str], threshold: flo
     the mean over all sources that have it. The mean of k independent means has the standard error
     √(Σ error²) / k.
 
-    Args:
-        groups: The groups of all prompts; the first rollout of each is greedy.
-        rewards: The name of the reward that measures each source.
-        threshold: The reward from which a sample passes.
+    groups: those of all prompts; the first rollout of each is greedy. rewards: the name of the
+    reward that measures each source. threshold: the reward from which a sample passes.
     """
     values_by_key = defaultdict[str, list[float]](list)
     metrics = Metrics()

@@ -6,12 +6,11 @@ from hocket.types import Message
 
 
 class Conversation:
-    """The messages of an episode, apart from their tokens.
+    """The messages of an episode, apart from their tokens: those it began with, and those since.
 
-    They are the messages that it began with, and those since. A transcript's prompt is rendered
-    from the messages known when it was begun, and its dialogue goes on from there. The first
-    messages of the dialogue may repeat the last ones of the prompt. The lists change with each new
-    transcript:
+    A transcript has the dialogue since it was begun. Where reset or a shorter history begins a new
+    one, the newest messages are rendered in its prompt, and are the first of its dialogue, too, as
+    the run records them there. `since` must not count them twice:
 
                     began                      since           the dialogue repeats
         at first    the data's prompt          nothing         nothing
@@ -31,26 +30,19 @@ class Conversation:
     """
 
     def __init__(self, messages: Iterable[Message]) -> None:
-        self._began = list(messages)
+        self.began = list(messages)  # the messages that the episode began with
         self._since: Sequence[Message] = ()
         self._num_repeated = 0  # number of the dialogue's first messages that are known already
 
-    @property
-    def began(self) -> Sequence[Message]:
-        """The messages that the episode began with."""
-        return self._began
-
     def begin(self, messages: Sequence[Message]) -> None:
         """Add the messages of reset to the prompt, from which a transcript is then begun."""
-        self._began += messages
+        self.began += messages
         self._num_repeated = len(messages)
 
     def since(self, dialogue: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
         """List all messages since the beginning.
 
-        Args:
-            dialogue: The dialogue of the transcript.
-            messages: The messages of the last step, which follow it.
+        dialogue: the dialogue of the transcript. messages: those of the last step, which follow it.
         """
         all_messages = list(self._since)
         all_messages += dialogue[self._num_repeated :]
@@ -60,9 +52,8 @@ class Conversation:
     def shorten(self, kept: Sequence[Message], messages: Sequence[Message]) -> None:
         """Replace all messages since the beginning, from which a transcript is then begun.
 
-        Args:
-            kept: The messages that replace them.
-            messages: The messages of the last step, which `kept` includes.
+        kept: the messages that replace them. messages: those of the last step, which are among
+        `kept`.
         """
         self._since = kept
         self._num_repeated = len(messages)

@@ -88,7 +88,7 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         self._begun: dict[int, tuple[Plan, asyncio.Task[None]]] = {}
         self._last_call: float | None = None  # time of the last call of `batch`
         self._finished = 0.0  # time at which a batch was last complete
-        self._checked = 0.0  # time of the last call of `_begin`
+        self._counted = 0.0  # time up to which `_idle_s` was counted
         self._idle_s = 0.0  # seconds without a batch under way since the last call of `batch`
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -97,13 +97,9 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return a step's batch, empty at the stream's end, with its metrics.
 
-        Args:
-            step: The step.
-            version: The weight version of the step before, which has been published.
-
-        Raises:
-            ServerError: The servers failed before the batch's deadline.
-            RewardError: Rewards failed again and again.
+        version: the weight version of the step before, which has been published. Raise ServerError
+        if the servers failed before the batch's deadline, and RewardError if rewards failed again
+        and again.
         """
         start = time.perf_counter()
         queued = sum(len(plan.batch.groups) for plan, _ in self._begun.values())
@@ -146,8 +142,8 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     def _begin(self, step: int, now: float) -> None:
         """Begin the batches that may begin once `step` has, and count the time without any."""
         if all(task.done() for _, task in self._begun.values()):
-            self._idle_s += now - max(self._finished, self._checked)
-        self._checked = now
+            self._idle_s += now - max(self._finished, self._counted)
+        self._counted = now
         for due in range(step, min(step + self.max_staleness, self.steps) + 1):
             if due not in self._begun:
                 plan = self.plan(due)

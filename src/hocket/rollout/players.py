@@ -11,7 +11,7 @@ from hocket.envs import Environment
 from hocket.envs.base import SingleTurn
 from hocket.errors import ServerError
 from hocket.rollout.collect import Play, Slot
-from hocket.rollout.episode import Episode, Limits, RequestTurn, TokenBudget, late
+from hocket.rollout.episode import Episode, Limits, RequestTurn, TokenBudget, too_late
 from hocket.rollout.transcript import Transcript
 from hocket.types import Prompt, Rollout
 
@@ -25,12 +25,8 @@ def player(
 ) -> Play:
     """Choose the player of an environment's episodes.
 
-    Args:
-        make: Makes an environment for one episode.
-        pool: The servers, whose KV caches bound how many episodes start.
-        ask: Requests a model turn.
-        renderer: The renderer of the prompts' data.
-        limits: The bounds at which an episode is cut off.
+    make: makes an environment for one episode. pool: the servers, whose KV caches bound how many
+    episodes start.
     """
     example = make()
     # Without an environment there is no need for an Episode. A subclass has a step of its own.
@@ -53,15 +49,8 @@ async def play_single_turn(
 ) -> Rollout:
     """Request one completion of a prompt. A late one becomes a rollout with an error.
 
-    Args:
-        prompt: The prompt.
-        slot: The episode's place in its batch.
-        ask: Requests a model turn.
-        limits: The bounds of the episode.
-        placeholder: The token that stands for an image. A completion that has it counts as cut off.
-
-    Raises:
-        ServerError: The servers failed before the deadline.
+    placeholder: the token that stands for an image. A completion that has it counts as cut off.
+    Raise ServerError if the servers failed before the deadline.
     """
     transcript = Transcript(prompt.token_ids, prompt.opening, prompt.images)
     sampling = slot.sampling
@@ -82,7 +71,9 @@ async def play_single_turn(
         try:
             completion = await ask(turn)
         except ServerError as failed:
-            error = late(slot, failed)
+            if not slot.deadline.over:
+                raise
+            error = too_late(slot, failed)
         else:
             transcript.add_completion(completion)
             if placeholder in completion.token_ids:

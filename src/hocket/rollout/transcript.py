@@ -41,19 +41,17 @@ class Transcript:
         self.images: list[Image] = []
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
-        self.turns = 0
-        self.turn_rewards: list[TurnReward] = []
-        self._state = ""  # digest of what the model reads before the next turn
-        # The text of the last turn. Its last `begun` tokens are those that the next completion
-        # continues, if the turn goes on; `_before` is the turn's text before these tokens, and
-        # `_after` is what the model wrote behind the text: a stop string.
-        self.text = ""
-        self.begun = 0
-        self._before = ""
-        self._after = ""
-        self._goes_on = False
+        self.turn_rewards: list[TurnReward] = []  # one of each turn
+        # The last turn. If the environment adds text to it, the model's part of the turn is over,
+        # and its next completion begins another part.
+        self.text = ""  # text of all parts
+        self.begun = 0  # tokens of the last part, which the next completion continues
+        self._before = ""  # text of the parts before the last one
+        self._after = ""  # what the model wrote behind the text: a stop string
+        self._goes_on = False  # the next completion belongs to this turn
         self.finish_reason: FinishReason = "stop"
         self._append_unsampled(token_ids, images)
+        # A name of what the model reads before the next turn.
         self._state = state_of(token_ids, images)
 
     def _append_unsampled(self, token_ids: Sequence[int], images: Sequence[Image]) -> None:
@@ -67,19 +65,15 @@ class Transcript:
     def add_observation(
         self, token_ids: Sequence[int], observation: Observation, images: Sequence[Image] = ()
     ) -> None:
-        """Append an observation: tokens that were not sampled.
+        """Append an observation, rendered as `token_ids`: they were not sampled.
 
-        Args:
-            token_ids: The rendered observation.
-            observation: The observation, which says whether the model's turn goes on.
-            images: The images whose tokens are among `token_ids`, with `start` counted in these.
+        images: those whose tokens are among `token_ids`, with `start` counted in these.
         """
         self._append_unsampled(token_ids, images)
         self._goes_on = observation.goes_on
         if not self._goes_on:
             self._begin_turn(token_ids, observation, images)
-        elif token_ids:
-            # The environment wrote a part of the turn: its text counts, and what follows is new.
+        elif token_ids:  # the environment's text is a part of the turn, and ends the one before
             self.begun = 0
             self.text += self._after + observation.text
             self._before = self.text
@@ -93,8 +87,9 @@ class Transcript:
             self._state = observation.state
         elif token_ids:
             self._state = state_of(token_ids, images)
-        if self.turns:
-            # Messages end with the template's opening. In plain text a thought may still be open.
+        if self.turn_rewards:
+            # Rendered messages end with the template's opening, as the prompt does. In plain text a
+            # thought of the turn before may still be open.
             if observation.messages:
                 self.opening = self._template_opening
             else:
@@ -107,7 +102,7 @@ class Transcript:
     def add_completion(self, completion: Completion) -> None:
         """Append a turn of the policy, or more of the turn that goes on.
 
-        The text of a completion is that of all `begun` tokens, so it replaces what came before.
+        A completion that continues `begun` tokens has the text of these, too.
         """
         num_tokens = len(completion.token_ids)
         self.token_ids.extend(completion.token_ids)
@@ -119,12 +114,12 @@ class Transcript:
         self.text = self._before + completion.text
         self._after = completion.after_text
 
-        if self._goes_on and self.turns:
+        # What reset adds may go on, too: then there is no turn yet.
+        if self._goes_on and self.turn_rewards:
             self.dialogue.pop()  # the turn's text up to now
             self.add_reward(0.0, tokens=num_tokens)
         else:
             self.turn_rewards.append(TurnReward(self.number, num_tokens, state=self._state))
-            self.turns += 1
             self.number += 1
         self.dialogue.append({"role": "assistant", "content": self.text})
 
@@ -149,7 +144,7 @@ class Transcript:
             finish_reason=self.finish_reason,
             version_min=min(self.versions, default=0),
             version_max=max(self.versions, default=0),
-            turns=self.turns,
+            turns=len(self.turn_rewards),
             text=self.text,
             opening=self.opening,
             dialogue=tuple(self.dialogue) if len(self.dialogue) > 1 else (),

@@ -54,7 +54,7 @@ def assemble(
 
 
 class _UnparsedRoute(APIRoute):
-    """A route that leaves the body to its endpoint.
+    """A route whose endpoint parses the body itself, in the sampler's own thread (generate.py).
 
     The endpoint's parameter `body` only describes the body for /docs, and is None.
     """
@@ -91,7 +91,7 @@ def _routes(engine: Engine) -> APIRouter:
         engine.require_ready()
         message, jobs = await engine.read(await request.body())
         if message.stream:
-            lines = _stream(engine, jobs, packed=message.packed)
+            lines = _answer_lines(engine, jobs, packed=message.packed)
             return StreamingResponse(lines, media_type="application/x-ndjson")
         return await unless_client_leaves(request, _all(engine, message, jobs))
 
@@ -133,7 +133,7 @@ async def _all(
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-async def _stream(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> AsyncIterator[str]:
+async def _answer_lines(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> AsyncIterator[str]:
     """Yield a line for each completion as it finishes, then a line that ends the answer.
 
     The status is sent before anything can fail, so the last line carries the error, if any.
@@ -147,6 +147,7 @@ async def _stream(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> Async
                     index=job.index,
                     completion=completion,
                 )
+                # With a context, protocol.Column writes numbers per token as base64.
                 yield line.model_dump_json(context=packed, ensure_ascii=True) + "\n"
     except ApiError as failure:
         error = failure.body

@@ -28,30 +28,31 @@ MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}
 """vLLM's names of the values of sync.in_flight."""
 
 
-class Found(NamedTuple):
+class IncomingVersion(NamedTuple):
     """A version at its source, ready to be loaded."""
 
     call: tuple[str, ...]  # name of the workers' method that loads it, then its arguments
     checksum: str  # "" where it is known only once the version has come
     is_whole: bool = True  # False for an adapter
-    discard: Callable[[], None] = lambda: None  # after a failure, forgets what may be wrong
+    # Called after a failure. Drops what the source keeps for later versions, as it may be wrong.
+    discard: Callable[[], None] = lambda: None
 
 
-Find = Callable[[Any, int], Awaitable[Found]]
+Find = Callable[[Any, int], Awaitable[IncomingVersion]]
 """(source, version) -> the version, ready to be loaded.
 
 Raises ApiError with 4xx where the source does not hold this version of the model.
 """
 
 
-class SleepState(Protocol):
-    """The parts of an engine that are on the GPU it shares with a trainer (share_gpu.py)."""
+class GpuSharing(Protocol):
+    """Brings an engine back to the GPU that it shares with a trainer (share_gpu.Sleeper)."""
 
-    async def rise(self) -> bool:
+    async def bring_back_weights(self) -> bool:
         """Bring the weights back. Returns True if the engine was asleep: then nothing runs."""
 
-    async def wake(self) -> None:
-        """Bring everything back, so that generation goes on."""
+    async def bring_back_all(self) -> None:
+        """Bring the KV cache back, too; generation goes on."""
 
 
 class Engine:
@@ -73,14 +74,15 @@ class Engine:
         tokenizer = tokenizers.load(model)
         versions.remove_leftovers()
 
-        # vLLM's engine, and what samples with it. Requests that were admitted before the engine
-        # fell asleep wait until it wakes up.
-        admitted = functools.partial(self.require_ready, admits={"asleep"})
+        # vLLM's engine, and what samples with it. The routes refuse requests while the engine is
+        # asleep; those that had come before it fell asleep wait until it wakes up.
+        require_ready_or_asleep = functools.partial(self.require_ready, admits={"asleep"})
         self.llm = llm
-        llm.require_ready = admitted
-        llm.ends = sorted(tokenizers.end_ids(model, tokenizer) - {tokenizer.placeholder})
+        llm.require_ready = require_ready_or_asleep
+        # The placeholder of an image is one of the llm's always_end_ids (vision.py).
+        llm.end_ids = sorted(tokenizers.end_ids(model, tokenizer) - {tokenizer.placeholder})
         self.model = model
-        self.sampler = Sampler(llm, tokenizer, admitted, template)
+        self.sampler = Sampler(llm, tokenizer, require_ready_or_asleep, template)
 
         # What the server is, for clients: settings that stay as they are.
         self.root = root.resolve()
@@ -95,7 +97,7 @@ class Engine:
         self.sources: dict[str, Find] = {"disk": self._find_on_disk}
 
         # What changes while it serves.
-        self._sleep_state: SleepState | None = None  # None where it shares no GPU
+        self._gpu_sharing: GpuSharing | None = None  # None where it shares no GPU
         self.holder = Holder()
         self.lock = asyncio.Lock()  # held by whatever changes the engine
         first = protocol.ReloadResponse(
@@ -145,7 +147,7 @@ class Engine:
         self.require_ready(admits=protocol.CURABLE)
 
     def _reason(self) -> protocol.ErrorBody | None:
-        """Check that the engine's process lives. Returns why it can't generate, or None."""
+        """Name the reason why the engine can't generate, or None. Notes first if it has died."""
         # While the server is shutting down, the end of the engine's process is no failure.
         if self.llm.errored and self._condition.state is not EngineState.STOPPING:
             self._condition.move(EngineState.LOST, DEAD)
@@ -160,11 +162,13 @@ class Engine:
             state = EngineState.BROKEN
         self._condition.move(state, reason)
 
-    def share(self, sleep_state: SleepState) -> None:
+    def share(self, gpu_sharing: GpuSharing) -> None:
         """Share the GPU with a trainer: from now on each reload wakes the engine."""
-        self._sleep_state = sleep_state
+        self._gpu_sharing = gpu_sharing
 
-    def fall_asleep(self) -> None:
+    # These note what has changed, and move no memory: share_gpu.py does.
+
+    def note_asleep(self) -> None:
         """Refuse to generate from now on. Raises ApiError where the engine is lost."""
         self.require_alive()
         if self._condition.state is EngineState.READY:
@@ -172,16 +176,17 @@ class Engine:
         elif self._condition.state is EngineState.BROKEN:
             self._condition.move(EngineState.BROKEN_ASLEEP, self._condition.reason)
 
-    def drop_weights(self) -> None:
+    def note_weights_dropped(self) -> None:
         """Note that the weights were thrown away, as the engine fell asleep."""
-        self._condition.drop_weights()
+        self._condition.held = None
+        self._condition.is_base_replaced = True
 
-    def wake(self) -> None:
+    def note_awake(self) -> None:
         """Generate again, unless the engine is broken, too."""
         if self._condition.state is EngineState.ASLEEP:
             self._condition.move(EngineState.READY, None)
 
-    def _mend(self) -> None:
+    def _note_loaded(self) -> None:
         """Leave the broken state after a load. Raises ApiError where the engine is lost."""
         self.require_alive()  # it may be shutting down
         if self._condition.state is EngineState.BROKEN:
@@ -215,16 +220,16 @@ class Engine:
             device=str(vllm.device_config.device_type),
             workers=self.num_workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks) * int(vllm.cache_config.block_size),
-            **vllm_api.load(),
+            **vllm_api.load(),  # vLLM's gauges of its load
             error=self._condition.failure,
         )
 
     async def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
         """Note that a trainer uses the server, or leaves it. Raises ApiError if another has it."""
         if request.leaving:
-            self.holder.leave(request.trainer)
+            self.holder.release(request.trainer)
         else:
-            self.holder.hear(request.trainer, take_over=request.take_over)
+            self.holder.claim(request.trainer, take_over=request.take_over)
         return self.health()
 
     async def read(self, body: bytes) -> tuple[protocol.GenerateRequest, list[Job]]:
@@ -235,7 +240,7 @@ class Engine:
 
     def admit(self, request: protocol.GenerateRequest | protocol.SessionRequest) -> None:
         """Raise ApiError where another trainer has the server, or the caller's session is over."""
-        self.holder.hear(request.trainer)
+        self.holder.claim(request.trainer)
         if request.session not in (None, self.session):
             message = "this server was started again"
             raise ApiError(409, "other_session", message, "bring it up to date first")
@@ -249,14 +254,14 @@ class Engine:
         nothing.
         """
         async with self.lock:
-            self.holder.hear(request.trainer)
+            self.holder.claim(request.trainer)
             self.require_ready(admits=() if request.compare else protocol.CURABLE)
             start = time.perf_counter()
 
             # Find the version while generation goes on, and refuse one that can't be loaded.
-            find = self._source(request.source.kind)
+            find = self._finder_of(request.source.kind)
             incoming = await find(request.source, request.version)
-            held = self._held_as(request.version, incoming)
+            held = self._held_if_same(request.version, incoming)
             if request.compare:
                 return await self._compare(request.version, incoming, held, start)
 
@@ -264,11 +269,12 @@ class Engine:
             # the source of a broadcast names the transfer.
             if held is None or held.source != request.source:
                 held = await self._load(request, incoming, start)
-            if self._sleep_state is not None:
-                await self._sleep_state.wake()
+            if self._gpu_sharing is not None:
+                await self._gpu_sharing.bring_back_all()
             return held.answer
 
-    def _source(self, kind: str) -> Find:
+    def _finder_of(self, kind: str) -> Find:
+        """Look up what finds versions in a kind of source. Raises ApiError for an unknown kind."""
         if kind not in self.sources:
             kinds = ", ".join(sorted(self.sources))
             message = f"source.kind: no part of this server reads {kind!r}; it reads {kinds}"
@@ -276,8 +282,8 @@ class Engine:
             raise invalid(message, hint)
         return self.sources[kind]
 
-    def _held_as(self, version: int, incoming: Found) -> Held | None:
-        """Look up the version that the model holds, if it is this one.
+    def _held_if_same(self, version: int, incoming: IncomingVersion) -> Held | None:
+        """Look up the version that the model holds; None if it is another one than `incoming`.
 
         The checksum must agree, too: a run that was resumed may give the number to other weights.
         """
@@ -288,7 +294,9 @@ class Engine:
             return None
         return held
 
-    async def _load(self, request: protocol.ReloadRequest, incoming: Found, start: float) -> Held:
+    async def _load(
+        self, request: protocol.ReloadRequest, incoming: IncomingVersion, start: float
+    ) -> Held:
         """Pause, load a version into the model, and generate with it. Raises ApiError."""
 
         async def load() -> dict[str, Any]:
@@ -298,16 +306,18 @@ class Engine:
             )
             await self.llm.update_weight_version(str(request.version))
             await self._resume()
-            return answers[0]
+            return answers[0]  # the workers agree, as each has read all tensors
 
         # An engine that was asleep is paused already.
-        was_asleep = self._sleep_state is not None and await self._sleep_state.rise()
+        sharing = self._gpu_sharing
+        was_asleep = sharing is not None and await sharing.bring_back_weights()
         if not was_asleep:
             await self.pause(request.in_flight)
         if incoming.is_whole:
-            self._condition.replace_base()
-        loaded = await self._change(f"loading version {request.version}", incoming, load())
-        self._mend()
+            self._condition.is_base_replaced = True
+        doing = f"loading version {request.version}"
+        loaded = await self._work_on_model(doing, incoming, load())
+        self._note_loaded()
         answer = protocol.ReloadResponse(
             version=request.version,
             seconds=time.perf_counter() - start,
@@ -320,9 +330,12 @@ class Engine:
         return held
 
     async def _compare(
-        self, version: int, incoming: Found, held: Held | None, start: float
+        self, version: int, incoming: IncomingVersion, held: Held | None, start: float
     ) -> protocol.ReloadResponse:
-        """Compare the model with a version that it holds, in a pause. Raises ApiError."""
+        """Compare the model with a version that it holds, in a pause. Raises ApiError.
+
+        The engine goes on if a worker fails, and stays paused if the model differs.
+        """
         if held is None:
             message = f"the engine does not hold this version {version}, so it can't be compared"
             raise ApiError(503, "other_version", message, "load it first")
@@ -354,19 +367,20 @@ class Engine:
             await self._resume()
 
         await self.pause("keep", clear_cache=False)
-        await self._change(doing, incoming, compare())
+        await self._work_on_model(doing, incoming, compare())
         return held.answer.model_copy(update={"seconds": time.perf_counter() - start})
 
-    async def _change(self, doing: str, incoming: Found, work: Awaitable[T]) -> T:
+    async def _work_on_model(self, doing: str, incoming: IncomingVersion, work: Awaitable[T]) -> T:
         """Wait for work on the model. Raises ApiError.
 
-        After a failure the engine stays paused: its model may be half loaded.
+        Work that raises ApiError has seen to the engine itself. After any other failure the engine
+        stays paused: its model may be half loaded.
         """
         try:
             return await self.in_time(work)
         except Exception as error:
             incoming.discard()
-            if isinstance(error, ApiError):  # the work itself has decided what the engine does now
+            if isinstance(error, ApiError):
                 raise
             message = f"{doing} failed: {cause_of(error)}"
             raise await self.fail_all(500, "reload_failed", message, RELOAD) from error
@@ -376,18 +390,18 @@ class Engine:
         if not self.is_asleep:
             await self.llm.resume_generation()
 
-    async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:
+    async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> IncomingVersion:
         """Find a version in its folder, and check all of it except the tensors' values."""
-        folder, described, adapter = await self.reading(versions.read, self.root, source.name)
+        folder, described, adapter = await self.read_files(versions.read, self.root, source.name)
         expected = await self.expected(adapter)
         versions.check_manifest(described, version, expected)
-        await self.reading(versions.check_headers, folder, described)
+        await self.read_files(versions.check_headers, folder, described)
         call = "hocket_load_disk", str(folder)
-        return Found(call, described.checksum, is_whole=adapter is None)
+        return IncomingVersion(call, described.checksum, is_whole=adapter is None)
 
     async def expected(self, adapter: protocol.AdapterConfig | None) -> ModelShapes:
         """List the tensors of the model, or of this adapter of it. Raises ApiError."""
-        model = await self.reading(model_shapes, self.model)
+        model = await self.read_files(model_shapes, self.model)
         if adapter is None:
             return model
         shapes = versions.adapter_shapes(adapter, model, self.max_adapter_rank)
@@ -416,8 +430,8 @@ class Engine:
             hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
             raise ApiError(503, "busy", message, hint) from late
 
-    async def reading(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that reads files. Raises ApiError past the deadline."""
+    async def read_files(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that reads files, in a thread. Raises ApiError past the deadline."""
         try:
             return await self.in_time(asyncio.to_thread(function, *arguments))
         except TimeoutError as error:
@@ -448,9 +462,10 @@ class Engine:
             await cancel([task])
 
     async def fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
-        """End all requests with an error, and return it: a good version may never come.
+        """End all requests with an error, and refuse further ones with it.
 
-        Raises the ApiError of a lost engine in its place, as that one says more.
+        None may wait for a good version, which may never come. Returns the error, for the caller to
+        raise. Raises the ApiError of a lost engine in its place, as that one says more.
         """
         self.require_alive()
         error = ApiError(status, code, message, hint)

@@ -95,7 +95,8 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
     if details["type"] == "json_invalid":
         return ApiError(400, "malformed_json", message, "send one JSON object, encoded as UTF-8")
 
-    # Each of the four kinds of a prompt complains; the path is ("prompts", number, kind, ...).
+    # pydantic lists an error for each kind of prompt, with the path ("prompts", number, kind, ...).
+    # Leave out the kinds, such as "str" and "list[int]": they are no fields.
     if path[:1] == ("prompts",) and len(path) > 2:
         fields = [part for part in path[3:] if part != "str" and "[" not in str(part)]
         path = path[:2] + tuple(fields)

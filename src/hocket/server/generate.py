@@ -20,7 +20,7 @@ from hocket.server.errors import ApiError, check_count, check_finite, invalid, p
 from hocket.types import Message
 
 MIN_TEMPERATURE = 0.01
-"""vLLM silently samples at this temperature where a request has a lower one."""
+"""vLLM samples at this temperature where a request has a lower one, and only logs a warning."""
 _NUMBERS = itertools.count()  # for the ids of requests in the engine
 
 
@@ -59,14 +59,13 @@ class Sampler:
         # How many completions of one HTTP request the engine has at once.
         self._window = 2 * int(llm.vllm_config.scheduler_config.max_num_seqs)
         self._max_length = int(llm.model_config.max_model_len)
-        # Two threads must not use one tokenizer at once: a thread of their own reads the bodies,
-        # with a copy of the tokenizer.
-        self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
-        self._reader = copy.deepcopy(tokenizer)
+        # Two threads must not use one tokenizer at once: the thread that parses bodies has a copy.
+        self._parsing = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="parse")
+        self._parsing_tokenizer = copy.deepcopy(tokenizer)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        """Parse a body in the reading thread. Raises ApiError with 4xx."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, self.parse, body)
+        """Parse a body in the parsing thread. Raises ApiError with 4xx."""
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, self.parse, body)
 
     def parse(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Read a body and list its jobs, prompt by prompt. Raises ApiError with 4xx."""
@@ -80,7 +79,7 @@ class Sampler:
         self.check_sampling(request.sampling)
         tools = None
         if request.tools is not None:
-            tools = vllm_requests.find_calls(self._reader, request.tools)
+            tools = vllm_requests.find_calls(self._parsing_tokenizer, request.tools)
 
         # Tokenize each prompt, and make a job for each of its completions.
         jobs = list[Job]()
@@ -140,6 +139,7 @@ class Sampler:
                 async for job_and_completion in finished:
                     yield job_and_completion
             except BaseException:
+                # All in one message to the engine, before each is cancelled by itself.
                 await vllm_requests.abort(self._llm, [job.request_id for job in jobs])
                 raise
 
@@ -154,27 +154,31 @@ class Sampler:
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
         check_finite(output.logprobs.logprobs)
 
-        # The text ends before a stop string. A token that ended the turn is no part of the text.
-        token_ids = output.token_ids  # a list
+        # A token that ended the turn is no part of its text. The stop string, which vLLM cuts off,
+        # and the rest of the token in which it ends are the after_text.
+        token_ids: list[int] = output.token_ids
         stopped = output.finish_reason == "stop"
-        by_string = stopped and isinstance(output.stop_reason, str)
-        written = token_ids[:-1] if stopped and not by_string else token_ids
-        whole = turn_text(self._tokenizer.decode, job.token_ids, job.begun, written)
-        text = output.text if by_string else whole
+        at_string = stopped and isinstance(output.stop_reason, str)
+        text_ids = token_ids[:-1] if stopped and not at_string else token_ids
+        text = turn_text(self._tokenizer.decode, job.token_ids, job.begun, text_ids)
+        after_text = ""
+        if at_string:
+            after_text = text.removeprefix(output.text)
+            text = output.text
 
         calls = list[ToolCall]()
         if job.tools is not None:
-            # Sampling may stop at the tag that ends a call: then the parser needs the tag, too.
-            stopped_as_set = by_string or output.stop_reason in job.sampling.stop_token_ids
+            # A request may stop at the tag that ends a call: the parser needs that tag, too.
+            at_stop_id = output.stop_reason in job.sampling.stop_token_ids
             beginning = job.token_ids[len(job.token_ids) - job.begun :]
-            turn = beginning + (token_ids if stopped_as_set else written)
-            # The tool parser uses the reading thread's tokenizer.
-            calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, turn)
+            turn = beginning + (token_ids if at_stop_id else text_ids)
+            # The tool parser uses the parsing thread's tokenizer.
+            calls = await asyncio.get_running_loop().run_in_executor(self._parsing, job.tools, turn)
         completion = Completion(
             token_ids=array("I", token_ids),
             logprobs=array("f", output.logprobs.logprobs),
             text=text,
-            after_text=whole.removeprefix(text) if by_string else "",
+            after_text=after_text,
             finish_reason=output.finish_reason,
             versions=vllm_requests.version_spans(output),
             tool_calls=tuple(calls),
@@ -193,7 +197,7 @@ class Sampler:
     def _token_ids(self, prompt: PromptInput, where: str) -> tuple[list[int], Sequence[str]]:
         """Tokenize a prompt. Returns token ids, with one placeholder per image, and the images."""
         if isinstance(prompt, str):
-            return list(self._reader(prompt, add_special_tokens=True)["input_ids"]), ()
+            return list(self._parsing_tokenizer(prompt, add_special_tokens=True)["input_ids"]), ()
         if isinstance(prompt, dict):
             return prompt["token_ids"], prompt["images"]
         if prompt and isinstance(prompt[0], dict):
@@ -206,7 +210,7 @@ class Sampler:
         """Apply the chat template. Raises ApiError where it refuses the messages."""
         options = {"add_generation_prompt": True, "return_dict": False} | dict(self._template)
         try:
-            return list(self._reader.apply_chat_template(messages, **options))
+            return list(self._parsing_tokenizer.apply_chat_template(messages, **options))
         # A template is a program: besides its own refusals it fails in these ways.
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             message = f"{where}: the chat template refused these messages: {error}"
@@ -250,8 +254,7 @@ def _seeds(request: GenerateRequest) -> Sequence[Sequence[int | None]]:
             message = f"seeds: {len(request.seeds)} lists for {num_prompts} prompts, n={n}"
             hint = "send one list of seeds per prompt, one seed per completion, and no n"
             raise invalid(message, hint)
-        if request.seeds:
-            return request.seeds
+        return request.seeds
 
     # Otherwise they count up from sampling.seed, over all completions of the request.
     first = request.sampling.seed

@@ -9,17 +9,20 @@ HOLD_S = 60.0
 
 
 class Holder:
-    """The trainer that has the server: two would train on each other's samples.
+    """The trainer that has the server: of two, each would sample with the other's weights.
 
-    One that was killed and resumes is the same, by the id in its run folder.
+    A trainer that was killed and resumes is the same, by the id in its run folder.
     """
 
     def __init__(self) -> None:
         self._trainer: str | None = None
         self._heard = 0.0  # by time.monotonic
 
-    def hear(self, trainer: str | None, *, take_over: bool = False) -> None:
-        """Let a trainer have the server; None: no trainer. Raises ApiError if another one has it."""
+    def claim(self, trainer: str | None, *, take_over: bool = False) -> None:
+        """Let a trainer have the server, or keep it. Raises ApiError if another one has it.
+
+        None is a client that is no trainer, which is always served.
+        """
         if trainer is None:
             return
         silent_s = time.monotonic() - self._heard
@@ -30,6 +33,6 @@ class Holder:
         self._trainer = trainer
         self._heard = time.monotonic()
 
-    def leave(self, trainer: str) -> None:
+    def release(self, trainer: str) -> None:
         if self._trainer == trainer:
             self._trainer = None

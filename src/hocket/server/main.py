@@ -168,8 +168,9 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
     if not os.environ.get("VLLM_PORT", "0").isdecimal():
         del os.environ["VLLM_PORT"]
 
-    # A variable that is set already is not written again, even with the value that it has:
-    # setproctitle looks for the environment at its first place in memory.
+    # Set only what is not set yet. setproctitle, by which vLLM names the engine's process, looks in
+    # memory for the arguments in front of the first variable. If that one is set again, even to the
+    # same value, it lies elsewhere, and the process keeps its name.
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -32,7 +32,7 @@ Check = Callable[[str, bytes], Awaitable[bytes | None]]
 
 
 class Guard:
-    """Answer, in place of the app, requests that no route may see.
+    """An app in front of the app, which refuses requests before any route sees them.
 
     Without a token, the guard refuses pages of other sites. With a token, every request must bring
     the token or a key of its path, except GET and HEAD of the paths `free`.
@@ -108,7 +108,11 @@ class Guard:
             raise ApiError(401, "unauthorized", "this route needs the server's token", hint)
 
     def _require_own_page(self, headers: Headers) -> None:
-        """Refuse browsers on pages of other sites, even if a site's name leads to this machine."""
+        """Refuse browsers on pages of other sites. Raises ApiError.
+
+        A site can have its name lead to this machine (DNS rebinding), so the Host header must name
+        this server, and a page's Origin must be the same.
+        """
         host = headers.get("host", "")
         origin = headers.get("origin")
         name = re.sub(r":\d*$", "", host.lower())

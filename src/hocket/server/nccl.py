@@ -5,12 +5,12 @@ import asyncio
 from hocket import protocol
 from hocket.errors import cause_of
 from hocket.server import versions, vllm_api
-from hocket.server.engine import Engine, Found
+from hocket.server.engine import Engine, IncomingVersion
 from hocket.server.errors import ApiError
 from hocket.server.parts import Server, server_part
 
 REACH_S = 5.0  # seconds for a first connection to the trainer
-JOIN_SHARE = 0.5  # share of a reload's deadline for joining, as other servers wait meanwhile
+JOIN_SHARE = 0.5  # part of a reload's deadline that joining may take: other servers wait for it
 JOIN_POLL_S = 0.05  # seconds between two looks at whether the workers have joined
 
 
@@ -27,7 +27,7 @@ class Broadcasts:
         self._engine = engine
         self._joined = ""  # the name of the group; "" before the workers have joined one
 
-    async def find(self, source: protocol.CollectiveSource, version: int) -> Found:
+    async def find(self, source: protocol.CollectiveSource, version: int) -> IncomingVersion:
         """Check an announced transfer, and have the workers join its group. Raises ApiError.
 
         The trainer sends the first bucket once the workers announce that they are ready.
@@ -38,7 +38,7 @@ class Broadcasts:
             await self._join(source.group)
         call = "hocket_load_group", source.model_dump_json()
         is_whole = source.adapter is None
-        return Found(call, checksum="", is_whole=is_whole, discard=self._leave)
+        return IncomingVersion(call, checksum="", is_whole=is_whole, discard=self._leave)
 
     def _leave(self) -> None:
         self._joined = ""
@@ -48,7 +48,7 @@ class Broadcasts:
         engine = self._engine
         size = engine.num_workers + 1  # the workers and the trainer
         call = "hocket_join_group", group.model_dump_json(), size
-        joined = [False]
+        joined = [False]  # whether each worker has joined
         try:
             # See whether the trainer can be reached, before the workers leave their group.
             async with asyncio.timeout(REACH_S):

@@ -29,14 +29,15 @@ class GroupReceiver:
         A thread joins, as the trainer may never answer. The server calls this until it is done.
         """
         address = GroupAddress.model_validate_json(message)
-        name, joined = self.hocket_group or ("", Future())
-        if name != address.name:
-            joined.add_done_callback(_leave)
+        if self.hocket_group is not None and self.hocket_group[0] != address.name:
+            self.hocket_group[1].add_done_callback(_leave)  # once it has joined, if it has not yet
             self.hocket_group = None
+        if self.hocket_group is None:
             device = _device_for(address, self.device)
             rank = 1 + self.rank  # rank 0 is the trainer
-            joined = in_own_thread(partial(_join, address, rank, size, device))
-            self.hocket_group = address.name, joined
+            joining = in_own_thread(partial(_join, address, rank, size, device))
+            self.hocket_group = address.name, joining
+        _, joined = self.hocket_group
         return joined.done() and joined.result() is not None
 
     @answered
@@ -48,8 +49,9 @@ class GroupReceiver:
         The worker leaves the group where that fails.
         """
         source = CollectiveSource.model_validate_json(message)
-        name, joined = self.hocket_group or ("", Future())
-        assert name == source.group.name, "the engine has it join first"
+        assert self.hocket_group is not None, "the engine has it join first"
+        name, joined = self.hocket_group
+        assert name == source.group.name, "it is in another group"
         group = joined.result()
 
         def leave() -> None:

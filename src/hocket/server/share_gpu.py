@@ -9,8 +9,8 @@ from hocket.server.errors import ApiError
 from hocket.server.parts import Server, router, server_part
 from hocket.server.state import RESTART
 
-PARTS = ("weights", "kv_cache")
-"""vLLM's names of the parts that leave the GPU, in the order in which they come back."""
+TAGS = ("weights", "kv_cache")
+"""vLLM's names of what leaves the GPU, in the order in which it comes back."""
 
 
 @server_part("share_gpu")
@@ -25,11 +25,11 @@ def install(server: Server) -> None:
 
 
 class Sleeper:
-    """The `SleepState` of an engine; one that shares no GPU refuses to sleep."""
+    """Takes an engine off its GPU, and back (the `GpuSharing` of an engine that shares its GPU)."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._num_on_gpu = len(PARTS)  # how many of PARTS are on the GPU, from the first
+        self._num_on_gpu = len(TAGS)  # the first so many of TAGS are on the GPU
 
     async def sleep(self, request: protocol.SleepRequest) -> protocol.Health:
         """Take weights and KV cache off the GPU.
@@ -39,7 +39,7 @@ class Sleeper:
         """
         engine = self._engine
         async with engine.lock:
-            engine.holder.hear(request.trainer)
+            engine.holder.claim(request.trainer)
             engine.require_alive()
             if not engine.share_gpu:
                 message = "this server was not started to share its GPU"
@@ -49,31 +49,31 @@ class Sleeper:
                 await engine.pause(request.in_flight)
             if self._num_on_gpu > 0:
                 self._num_on_gpu = 0
-                engine.fall_asleep()
+                engine.note_asleep()
                 # Generation is paused. Any mode but keep would end the paused requests.
                 await self._move(engine.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
-                    engine.drop_weights()
+                    engine.note_weights_dropped()
         return engine.health()
 
-    async def rise(self) -> bool:
+    async def bring_back_weights(self) -> bool:
         """Bring the weights back, for a version to be loaded. Returns True if it was asleep."""
         was_asleep = self._engine.is_asleep
         await self._bring_back(1)
         return was_asleep
 
-    async def wake(self) -> None:
+    async def bring_back_all(self) -> None:
         """Bring back the KV cache, too, and generate again."""
-        await self._bring_back(len(PARTS))
+        await self._bring_back(len(TAGS))
 
-    async def _bring_back(self, num_parts: int) -> None:
-        """Bring back the first `num_parts` parts; with all of them, generation goes on."""
-        missing = PARTS[self._num_on_gpu : num_parts]
+    async def _bring_back(self, num_tags: int) -> None:
+        """Bring back what the first `num_tags` of TAGS name; after all of them, generate again."""
+        missing = TAGS[self._num_on_gpu : num_tags]
         if missing:
             await self._move(self._engine.llm.wake_up(tags=list(missing)))
-            self._num_on_gpu = num_parts
-        if self._num_on_gpu == len(PARTS):
-            self._engine.wake()
+            self._num_on_gpu = num_tags
+        if self._num_on_gpu == len(TAGS):
+            self._engine.note_awake()
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Wait until memory has moved. Raises ApiError.

@@ -24,49 +24,23 @@ class EngineState(enum.Enum):
     READY = "ready"  # it generates; while it changes its weights, /health calls it updating
     ASLEEP = "asleep"  # a trainer has its GPU
     BROKEN = "broken"  # paused, as its weights may be half loaded; a reload mends that
-    BROKEN_ASLEEP = (
-        "broken and asleep"  # both; a reload brings it back to ASLEEP, and then wakes it
-    )
+    # Both. A reload brings it back to ASLEEP, and then wakes it.
+    BROKEN_ASLEEP = "broken and asleep"
     LOST = "lost"  # its process ended, or it can't come back to its GPU: it must be started again
     STOPPING = "stopping"  # the server is shutting down
 
 
 # A failure may follow another one, with another reason.
+ENDS = {EngineState.LOST, EngineState.STOPPING}
 TRANSITIONS = {
-    EngineState.READY: {
-        EngineState.ASLEEP,
-        EngineState.BROKEN,
-        EngineState.LOST,
-        EngineState.STOPPING,
-    },
-    EngineState.ASLEEP: {
-        EngineState.READY,
-        EngineState.BROKEN_ASLEEP,
-        EngineState.LOST,
-        EngineState.STOPPING,
-    },
-    EngineState.BROKEN: {
-        EngineState.READY,
-        EngineState.BROKEN,
-        EngineState.BROKEN_ASLEEP,
-        EngineState.LOST,
-        EngineState.STOPPING,
-    },
-    EngineState.BROKEN_ASLEEP: {
-        EngineState.ASLEEP,
-        EngineState.BROKEN_ASLEEP,
-        EngineState.LOST,
-        EngineState.STOPPING,
-    },
-    EngineState.LOST: {EngineState.LOST, EngineState.STOPPING},
+    EngineState.READY: ENDS | {EngineState.ASLEEP, EngineState.BROKEN},
+    EngineState.ASLEEP: ENDS | {EngineState.READY, EngineState.BROKEN_ASLEEP},
+    EngineState.BROKEN: ENDS | {EngineState.READY, EngineState.BROKEN, EngineState.BROKEN_ASLEEP},
+    EngineState.BROKEN_ASLEEP: ENDS | {EngineState.ASLEEP, EngineState.BROKEN_ASLEEP},
+    EngineState.LOST: ENDS,
     EngineState.STOPPING: {EngineState.STOPPING},
 }
-FAILED = {
-    EngineState.BROKEN,
-    EngineState.BROKEN_ASLEEP,
-    EngineState.LOST,
-    EngineState.STOPPING,
-}
+FAILED = ENDS | {EngineState.BROKEN, EngineState.BROKEN_ASLEEP}
 
 
 class Held(NamedTuple):
@@ -78,69 +52,36 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Condition:
-    """The state of an engine, and what its model holds. The engine alone changes them; others read.
+    """The state of an engine, and what its model holds. Only engine.py changes them.
 
     No failed engine holds a version: which of its weights are new is not known.
     """
 
-    _held: Held | None
-    _version: int = 0
-    _is_base_replaced: bool = False
-    _state: EngineState = EngineState.READY
-    _reason: protocol.ErrorBody | None = None
-
-    @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
-    def reason(self) -> protocol.ErrorBody | None:
-        """Why it can't generate; None while it is ready."""
-        return self._reason
+    held: Held | None  # the version that the model holds; None where it holds none whole
+    version: int = 0  # of the last load: new tokens are sampled with it
+    is_base_replaced: bool = False  # True once the weights that adapters belong to are gone
+    state: EngineState = EngineState.READY
+    reason: protocol.ErrorBody | None = None  # why it can't generate; None while it is ready
 
     @property
     def failure(self) -> protocol.ErrorBody | None:
-        """Why it can't generate, but for sleep."""
-        return self._reason if self._state in FAILED else None
+        """The reason of a failed engine; None for one that is ready, or only asleep."""
+        return self.reason if self.state in FAILED else None
 
     @property
     def is_asleep(self) -> bool:
-        return self._state in (EngineState.ASLEEP, EngineState.BROKEN_ASLEEP)
-
-    @property
-    def held(self) -> Held | None:
-        """The version that the model holds; None where it holds none whole."""
-        return self._held
-
-    @property
-    def version(self) -> int:
-        """The number of the last version that was loaded, with which new tokens are sampled."""
-        return self._version
-
-    @property
-    def is_base_replaced(self) -> bool:
-        """Whether the weights that adapters belong to are gone."""
-        return self._is_base_replaced
+        return self.state in (EngineState.ASLEEP, EngineState.BROKEN_ASLEEP)
 
     def move(self, state: EngineState, reason: protocol.ErrorBody | None) -> None:
         """Change the state. Raises ValueError where TRANSITIONS does not have that."""
-        if state not in TRANSITIONS[self._state]:
-            raise ValueError(f"the engine can't go from {self._state.value!r} to {state.value!r}")
-        self._state = state
-        self._reason = reason
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"the engine can't go from {self.state.value!r} to {state.value!r}")
+        self.state = state
+        self.reason = reason
         if state in FAILED:
-            self._held = None
-
-    def replace_base(self) -> None:
-        """Note that a whole version is about to overwrite the first weights."""
-        self._is_base_replaced = True
-
-    def drop_weights(self) -> None:
-        """Note that the weights were thrown away, as the engine fell asleep."""
-        self._held = None
-        self._is_base_replaced = True
+            self.held = None
 
     def hold(self, held: Held) -> None:
         """Note that a version was loaded."""
-        self._held = held
-        self._version = held.answer.version
+        self.held = held
+        self.version = held.answer.version

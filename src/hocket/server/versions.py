@@ -107,8 +107,8 @@ def check_buckets(
     With `partial` they may hold some of the tensors only.
     """
     layouts = list(itertools.chain.from_iterable(buckets))
-    # The checksums are not known yet. Names in their place make tied tensors count as different,
-    # so that only one of them may come.
+    # The checksums are not known yet. With names in their place no two tensors are equal, so that
+    # only one of two tied tensors may come.
     tensors = dict[str, TensorSpec]()
     for layout in layouts:
         tensors[layout.name] = TensorSpec(

@@ -21,7 +21,7 @@ from hocket.types import Image
 REQUEST_IMAGES: ContextVar[Sequence[bytes]] = ContextVar("images", default=())
 """The image files in the chat request that is being served."""
 TEXT_TYPES = ["text", "input_text", "output_text", "refusal", "thinking", "tool_reference"]
-"""vLLM's types of parts of a message that hold text."""
+"""vLLM's types of parts of a message that hold text and no medium."""
 PIXEL_OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")
 """vLLM's options that give the model other pixels than a trainer would."""
 _PART = pydantic.TypeAdapter(ImagePart)
@@ -43,7 +43,7 @@ class ImageReader:
 
         vLLM puts in the other tokens of each image. `where` names the prompt in error messages.
         """
-        opened = [image for _, image in self.opened(images, where)]
+        decoded_images = [image for _, image in self.open_images(images, where)]
         count = token_ids.count(self.placeholder)
         if count != len(images):
             placeholders = f"{count} placeholders (token {self.placeholder})"
@@ -54,7 +54,7 @@ class ImageReader:
             )
             raise invalid(message, hint, code="wrong_placeholders")
         try:
-            return vllm_requests.image_prompt(self._llm, token_ids, opened)
+            return vllm_requests.image_prompt(self._llm, token_ids, decoded_images)
         except ValueError as error:
             message = f"{where}: {error}"
             raise invalid(message, "send other images", code="refused_by_engine") from error
@@ -89,7 +89,7 @@ class ImageReader:
             images.append(image)
         return tuple(images)
 
-    def opened(self, texts: Sequence[str], where: str) -> list[tuple[bytes, Any]]:
+    def open_images(self, texts: Sequence[str], where: str) -> list[tuple[bytes, Any]]:
         """Open the images of a prompt, from URLs or base64. Raises ApiError.
 
         Returns the file and the decoded image of each. The files are checked as soon as they come,
@@ -121,7 +121,7 @@ def install(server: Server) -> None:
     image_reader = ImageReader(engine.llm, placeholder, server.image_hosts)
     engine.sampler.image_reader = image_reader
     # A model must not write the placeholder: in the next prompt it would be taken for an image.
-    engine.llm.stops = [] if placeholder is None else [placeholder]
+    engine.llm.always_end_ids = [] if placeholder is None else [placeholder]
 
     async def check(path: str, content: bytes) -> bytes | None:
         if not content:
@@ -143,8 +143,8 @@ def _checked(image_reader: ImageReader, content: bytes) -> tuple[list[bytes], by
     image_urls = list(_image_urls(body))
     if not image_urls:
         return [], content
-    opened = image_reader.opened([image_url["url"] for image_url in image_urls], "messages")
-    files = [data for data, _ in opened]
+    urls = [image_url["url"] for image_url in image_urls]
+    files = [data for data, _ in image_reader.open_images(urls, "messages")]
     refused_options = [name for name in PIXEL_OPTIONS if body.get(name)]
     if refused_options:
         message = f"{', '.join(refused_options)}: a trainer would see other pixels"
@@ -160,7 +160,8 @@ def _image_urls(body: Any) -> Iterator[dict[str, Any]]:
         for part in _items(message, "content"):
             if not isinstance(part, dict):
                 continue
-            # A text is no medium. A uuid would have vLLM take an image from its cache.
+            # In a part with a uuid vLLM ignores the type, and looks for media in all fields. The
+            # uuid stands for the hash of the image: vLLM's caches would mix up images with one uuid.
             if part.get("type") in TEXT_TYPES and "uuid" not in part:
                 continue
             try:

@@ -42,11 +42,12 @@ LOOK_S = 1.0  # seconds between two looks at whether the engine lives
 SLOTS = 4
 """Requests in the engine per sequence that it decodes at once; further ones wait in the server."""
 Generate = Callable[[Any, str], AsyncGenerator[Any, None]]
-"""(vLLM's SamplingParams, id of the request) -> vLLM's RequestOutputs."""
+"""The engine's generate for one prompt: (vLLM's SamplingParams, request id) -> RequestOutputs."""
 Sample = Callable[[Generate, Any, Any, str], AsyncGenerator[Any, None]]
-"""(generate, vLLM's prompt, parameters and id of a request) -> the outputs for its caller."""
+"""(generate, vLLM's prompt, SamplingParams, request id) -> the RequestOutputs for the client. It
+chooses what to call `generate` with, and how often."""
 SAMPLE: ContextVar[Sample | None] = ContextVar("sample", default=None)
-"""The function that samples for the request being served; None: the engine, as requested."""
+"""What samples in place of the engine's generate, for the HTTP request that is being served."""
 
 
 # Otherwise Python searches vLLM and torch for garbage once more at its end, for seconds.
@@ -105,8 +106,8 @@ def start_engine(args: Namespace) -> Any:
     # of the start.
     if is_cpu_build():
         vllm.v1.engine.utils.get_mp_context = Forks
-    # The engine's process runs our function, which calls vLLM's. A forked child inherits both; in
-    # any other one the class is vLLM's own again.
+    # The engine's process runs run_engine, which calls vLLM's function. A fork of this process has
+    # that under another name; a new process imports vLLM's class as it was.
     original = EngineCoreProc.run_engine_core
     EngineCoreProc.vllm_run_engine_core = original
     EngineCoreProc.run_engine_core = functools.partial(run_engine, llm_class.last_words)
@@ -157,8 +158,8 @@ def _admitting_llm(num_slots: int) -> Any:
         """vLLM's engine, with slots for requests."""
 
         require_ready: Callable[[], None] = staticmethod(lambda: None)
-        ends: Sequence[int] = ()  # tokens that end an answer, some of which vLLM does not know
-        stops: Sequence[int] = ()  # tokens that end it even where a request ignores ends
+        end_ids: Sequence[int] = ()  # tokens that end an answer, some of which vLLM does not know
+        always_end_ids: Sequence[int] = ()  # those that end it also under ignore_eos
         # The file to which the engine's process writes the error that ends it.
         last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
@@ -166,7 +167,7 @@ def _admitting_llm(num_slots: int) -> Any:
         def generate(
             self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
         ) -> Any:
-            """Yield the outputs of a request, whose tokens are sampled as SAMPLE says."""
+            """Yield the outputs of a request, sampled by SAMPLE if the server has set it."""
             # If the engine can hold an adapter it always has one, if only of zeros.
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")
@@ -176,12 +177,11 @@ def _admitting_llm(num_slots: int) -> Any:
                 self.require_ready()
                 stop_token_ids = list(params.stop_token_ids or ())
                 if not params.ignore_eos:
-                    stop_token_ids.extend(self.ends)
-                stop_token_ids.extend(self.stops)
+                    stop_token_ids.extend(self.end_ids)
+                stop_token_ids.extend(self.always_end_ids)
                 params.stop_token_ids = stop_token_ids
                 return self.admitted(vllm_generate(prompt, params, request_id, **kwargs))
 
-            # An agent's session samples in its own way, with as many requests as it wants.
             sample = SAMPLE.get()
             if sample is None:
                 return generate_admitted(sampling_params, request_id)
@@ -220,7 +220,7 @@ def _failure(error: Exception) -> ApiError:
 
 
 def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap vLLM's plan of the KV cache: it has only the blocks that requests can fill.
+    """Wrap vLLM's get_kv_cache_configs: the KV cache has only the blocks that requests can fill.
 
     A cache whose size is set stays as it is. A large GPU holds millions of a tiny model's blocks,
     and vLLM walks through all of them with each weight version.
@@ -275,8 +275,7 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     # A terminal's Ctrl-C is for the server, which ends this process after its requests.
     os.setpgid(0, 0)
     try:
-        # start_engine has kept vLLM's function under another name. A process that is no fork has
-        # vLLM's class as it was, with the function in its place.
+        # In a fork, start_engine has kept vLLM's function under another name.
         run_core = getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)
         run_core(*args, **kwargs)
     except Exception:  # noqa: BLE001 - the server reports it, from last_words

@@ -45,11 +45,13 @@ RESERVED = {
 """Further arguments that server.engine can't set, as a weight sync relies on their values."""
 IMAGE_ARGUMENTS: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
-    # vLLM keeps preprocessed images in two processes. The two caches agree only where requests
-    # reach the engine in the order in which they were made. Here requests wait for slots, and the
-    # caches are cleared one after the other.
+    # No cache of preprocessed images: vLLM keeps the images in the engine's process and a list of
+    # them in this one, and a request whose image is on the list alone fails. Both agree only while
+    # requests reach the engine in the order in which they were made. Here requests wait for slots,
+    # and a pause clears the list before the images.
     "mm_processor_cache_gb": 0,
-    "mm_hasher_algorithm": "sha256",  # vLLM's default needs a package that its CPU build lacks
+    # vLLM's default is blake3, a package that requirements/cpu.txt leaves out.
+    "mm_hasher_algorithm": "sha256",
 }
 """The arguments for images; they change nothing for a model that takes none."""
 
@@ -60,9 +62,9 @@ def is_cpu_build() -> bool:
 
 
 def import_vllm() -> None:
-    """Import vLLM. A CPU server that compiles nothing does without torch's compiler.
+    """On a CPU server that compiles nothing, import vLLM without torch's compiler.
 
-    vLLM would import the compiler only to patch it.
+    vLLM would import the compiler, only to patch it.
     """
     compiler = "torch._inductor.lowering"
     compiles_nothing = is_cpu_build() and os.environ.get("TORCHDYNAMO_DISABLE") == "1"
@@ -171,7 +173,7 @@ def _refuse_reserved(engine: dict[str, Any], settings: dict[str, Any]) -> None:
     """Raise ConfigError for names under server.engine that vLLM lacks, or that hocket sets."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    # Each reserved argument, with the setting to use in its place or "".
+    # Each reserved argument, with the setting to use in its place; "" where there is none.
     reserved = dict.fromkeys(RESERVED | settings.keys(), "") | SETTING_OF_ARGUMENT
     arguments = AsyncEngineArgs.__dataclass_fields__
     unknown = ": vLLM has no such engine argument"
@@ -233,9 +235,9 @@ def cpu_kv_cache(config: Config) -> int:
     room = machine.free_memory() if mib is None else mib << 20
     if needed > room:
         # Name the longest context that fits and, if that is the limit, the cache that is needed.
-        fits = (room // token_bytes // CPU_BLOCK - 1) * CPU_BLOCK
+        longest = (room // token_bytes // CPU_BLOCK - 1) * CPU_BLOCK
         place = "this machine's free memory" if mib is None else f"server.kv_cache_mib={mib}"
-        advice = f"set model.max_length={max(fits, 1)} or lower"
+        advice = f"set model.max_length={max(longest, 1)} or lower"
         if mib is not None:
             advice += f", or server.kv_cache_mib={math.ceil(needed / 2**20)}"
         sequence = f"a sequence of {context:,} tokens, the context of {config.model.path},"

@@ -18,6 +18,27 @@ CUT_TAG = re.compile(r"</?[\w|]*\Z")
 """The beginning of a tag at the end of a text."""
 SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
 """Parameters that have one name here and in vLLM."""
+CONSTRAINTS = (
+    "allowed_token_ids",
+    "bad_words",
+    "logit_bias",
+    "logprob_token_ids",
+    "min_tokens",
+    "repetition_detection",
+    "structured_outputs",
+    "thinking_token_budget",
+)
+"""Parameters that sample from another distribution than the policy's, or stop it early."""
+AGENT_PARAMS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "output_kind",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stream_interval",
+)
+"""Sampling parameters that an agent may set itself."""
 
 
 def sampling_params(sampling: SamplingParams, seed: int | None, begun: int = 0) -> Any:
@@ -44,29 +65,6 @@ def sampling_params(sampling: SamplingParams, seed: int | None, begun: int = 0) 
     )
 
 
-CONSTRAINTS = (
-    "allowed_token_ids",
-    "bad_words",
-    "logit_bias",
-    "logprob_token_ids",
-    "min_tokens",
-    "repetition_detection",
-    "structured_outputs",
-    "thinking_token_budget",
-)
-"""Parameters that sample from another distribution than the policy's, or stop it early."""
-AGENT_PARAMS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "output_kind",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "stream_interval",
-)
-"""Sampling parameters that an agent may set itself."""
-
-
 def refuse_constraints(params: Any) -> None:
     """Raise ApiError where an agent's parameters give what can't be trained."""
     set_names = [name for name in CONSTRAINTS if getattr(params, name)]
@@ -84,8 +82,8 @@ def call_params(params: Any, sampling: SamplingParams) -> Any:
     return VllmParams(
         **from_agent,
         **sampling.model_dump(include=SHARED),
-        stop=[*params.stop, *sampling.stop],
-        stop_token_ids=[*params.stop_token_ids, *sampling.stop_token_ids],
+        stop=list(params.stop) + list(sampling.stop),
+        stop_token_ids=list(params.stop_token_ids) + list(sampling.stop_token_ids),
         seed=sampling.seed,
         logprobs=max(params.logprobs or 0, 0),
     )
@@ -97,7 +95,10 @@ def version_spans(output: Any) -> tuple[VersionSpan, ...]:
 
 
 def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
-    """Make vLLM's prompt, in the thread in which vLLM's routes make theirs. Raises vLLM's errors."""
+    """Make vLLM's prompt with images. Raises vLLM's errors.
+
+    It is made in the only thread in which vLLM's routes make theirs: the processor is theirs, too.
+    """
     renderer = llm.renderer
     made = renderer._mm_executor.submit(
         renderer._process_multimodal, token_ids, {"image": images}, None, None
@@ -127,9 +128,8 @@ async def complete(
         outputs = [output async for output in llm.generate(prompt, params, request_id)]
         return outputs[-1].outputs[0]
     except VLLMClientError as error:
-        raise ApiError(
-            422, "refused_by_engine", str(error), "change the request as the message says"
-        ) from error
+        hint = "change the request as the message says"
+        raise ApiError(422, "refused_by_engine", str(error), hint) from error
 
 
 async def abort(llm: Any, request_ids: Sequence[str]) -> None:
@@ -137,7 +137,7 @@ async def abort(llm: Any, request_ids: Sequence[str]) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if request_ids:
-        # A dead engine has ended them. An abort that is cancelled halfway would let some run for ever.
+        # A dead engine has ended them. A cancelled abort would let some of them run for ever.
         with contextlib.suppress(EngineDeadError):
             await asyncio.shield(llm.abort(request_ids))
 
@@ -154,9 +154,8 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     except (KeyError, ImportError, RuntimeError, ValueError) as error:
         parsers = ", ".join(ToolParserManager.list_registered())
         message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
-        raise invalid(
-            message, f"vLLM has the parsers {parsers}; each tool is as in OpenAI's API"
-        ) from error
+        hint = f"vLLM has the parsers {parsers}; each tool is as in OpenAI's API"
+        raise invalid(message, hint) from error
     request = parser.adjust_request(request)
 
     def parse(text: str) -> Any:
@@ -170,15 +169,17 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     def find(token_ids: Sequence[int]) -> list[ToolCall]:
         text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
         # A call is complete even if the tag that closes it was cut off.
-        calls = parse(text) or parse(CUT_TAG.sub("", text))
-        return [
-            ToolCall(
-                name=encodable(call.function.name),
-                arguments=encodable(call.function.arguments),
-                # vLLM's own id is random, and would end up among the tokens that the model sees.
-                id="" if call.id.startswith("chatcmpl-tool-") else encodable(call.id),
-            )
-            for call in calls
-        ]
+        return list(map(_tool_call, parse(text) or parse(CUT_TAG.sub("", text))))
 
     return find
+
+
+def _tool_call(call: Any) -> ToolCall:
+    """Turn a call of vLLM's into one of hocket's."""
+    # vLLM's own id is random, and would end up among the tokens that the model sees.
+    is_random = call.id.startswith("chatcmpl-tool-")
+    return ToolCall(
+        name=encodable(call.function.name),
+        arguments=encodable(call.function.arguments),
+        id="" if is_random else encodable(call.id),
+    )

@@ -26,8 +26,9 @@ def load(worker: Any, weights: NamedTensors, adapter: AdapterConfig | None) -> N
     import torch
 
     if adapter is not None:
-        return add_adapter(worker, weights, adapter)
-    # Without a kernel vLLM builds one for the new experts.
+        add_adapter(worker, weights, adapter)
+        return
+    # vLLM packs experts for a CPU only where it builds their kernel: have it build a new one.
     for method in expert_methods(worker):
         method.moe_kernel = None
     incomplete = reload(worker, weights)
@@ -63,15 +64,15 @@ def drop_adapter(worker: Any) -> None:
         nothing = adapter_request("in memory")
         worker.remove_lora(nothing.lora_int_id)
         adapters = worker.model_runner.lora_manager
-        adapters.add_dummy_lora(
-            nothing, adapters.get_dummy_lora_warmup_rank(1)
-        )  # all zeros, as vLLM warms up with
+        # vLLM warms up with this adapter: all of it is zero.
+        adapters.add_dummy_lora(nothing, adapters.get_dummy_lora_warmup_rank(1))
 
 
 def adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
+    """Name the adapter to vLLM, which reads the folder only with `load_inplace`."""
     from vllm.lora.request import LoRARequest
 
-    # One id for all versions: a request in flight goes on with the new one. Only load_inplace reads the folder.
+    # One id for all versions: a request in flight goes on with the new one.
     return LoRARequest("hocket", 1, folder, load_inplace=load_inplace)
 
 
@@ -103,8 +104,8 @@ def packed_heads(worker: Any) -> list[tuple[str, Any]]:
 def reload(worker: Any, weights: NamedTensors) -> list[str]:
     """Run vLLM's reload. Returns the layers with weights left out, which vLLM only logs.
 
-    What came is counted before vLLM finishes the reload, as it forgets the counts then: the lie
-    missing_matrix (tests/lies.py) shows in nothing else.
+    What came is counted before vLLM finishes the reload, as it forgets the counts then. No other
+    check sees a matrix that vLLM's loader dropped (missing_matrix in tests/lies.py).
     """
     from vllm.model_executor.model_loader.reload import inplace
 
@@ -131,24 +132,30 @@ def _incomplete(worker: Any) -> list[str]:
 
     # Where only trained weights come, a layer of which nothing came stays as it is.
     may_stay = bool(getattr(worker, "hocket_kept", {}))
-    complete = set[int]()  # tensors by id: those of a tied layer come with another layer
+    # Parameters by id, as those of a tied layer come with another layer.
+    complete = set[int]()
     incomplete = dict[str, set[int]]()
     for name, layer in layers(worker):
         info = layerwise.get_layerwise_info(layer)
-        (current, _) = layerwise.get_layer_params_buffers(layer)
-        (kept, _) = info.kernel_tensors or (current, {})
-        ids = set(map(id, kept.values()))
-        names = current.keys() - meta.SKIP_LOAD_TENSORS
-        wanted = sum(meta.get_tensor_load_numel(current[name]) for name in names)
+        # A layer that is still loading has placeholders as its parameters, and the real ones aside.
+        parameters, _ = layerwise.get_layer_params_buffers(layer)
+        real_parameters, _ = info.kernel_tensors or (parameters, {})
+        ids = set(map(id, real_parameters.values()))
+
+        # How many numbers must have come for it.
+        names = parameters.keys() - meta.SKIP_LOAD_TENSORS
+        wanted = sum(meta.get_tensor_load_numel(parameters[name]) for name in names)
         if isinstance(layer, VocabParallelEmbedding):
             wanted = min(wanted, 1)  # it may be padded
         if may_stay and info.load_numel == 0:
             wanted = 0
-        is_special = not info.can_load() or layerwise.is_deferred_attention_layer(layer)
-        if is_special or info.load_numel >= wanted:
-            complete |= ids
-        else:
+
+        # vLLM can't load a complete layer any more. Attention has scales at most, which may stay.
+        is_loading = info.can_load() and not layerwise.is_deferred_attention_layer(layer)
+        if is_loading and info.load_numel < wanted:
             incomplete[name] = ids
+        else:
+            complete |= ids
     return [name for name, ids in incomplete.items() if not ids <= complete]
 
 

@@ -26,9 +26,10 @@ class WorkerExtension(GroupReceiver):
     mixed with those of vLLM's worker.
     """
 
-    # The tensors of the version that the model holds in full; {} while it holds none.
+    # The tensors, by name, of the version that the model holds in full; {} while it holds none.
     hocket_held: Mapping[str, TensorSpec] = {}
-    # The tensors of the version before, while only trained weights come: the others stay.
+    # While only the trained weights of a version come: the tensors of the version before, of which
+    # the others stay. {} while all come.
     hocket_kept: Mapping[str, TensorSpec] = {}
 
     @answered
@@ -79,8 +80,9 @@ class WorkerExtension(GroupReceiver):
     def _hocket_load(
         self, parts: Iterator[BucketPart], adapter: AdapterConfig | None, compare: bool
     ) -> dict[str, Any]:
+        """Load tensors, or compare the model with them; describe those that the model then has."""
         specs = dict(self.hocket_kept)
-        weights = _tensors(parts, specs)
+        weights = _tensors(parts, specs)  # whoever reads them fills in the specs
         different = list[str]()
         if compare:
             compare_with = vllm_weights.COMPARISONS.get("bitwise")
@@ -105,14 +107,14 @@ def _ahead(
     Where the body raises, `give_up` interrupts the thread, which may wait for a part for long.
     """
     with ThreadPoolExecutor(1, "weights ahead") as thread:
-        coming = [thread.submit(next, parts, None) for _ in range(2)]
+        ahead = [thread.submit(next, parts, None) for _ in range(2)]
 
         def take() -> Iterator[BucketPart]:
             while True:
-                part = coming.pop(0).result()
+                part = ahead.pop(0).result()
                 if part is None:  # there are no more
                     return
-                coming.append(thread.submit(next, parts, None))
+                ahead.append(thread.submit(next, parts, None))
                 yield part
 
         try:

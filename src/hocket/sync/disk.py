@@ -92,19 +92,18 @@ class DiskTransport:
         with timed(metrics, "sync/transfer_s"):
             requests = [self._ask(server, written, compare) for server in servers]
             answers = await asyncio.gather(*requests)
-        answer_of = dict[ServerClient, tuple[str, Answer]]()
-        for server, answer in zip(servers, answers, strict=True):
-            answer_of[server] = written.checksum, answer
-        return Delivery(answer_of, metrics)
+        pairs = [(written.checksum, answer) for answer in answers]
+        return Delivery(dict(zip(servers, pairs, strict=True)), metrics)
 
     async def _ask(self, server: ServerClient, written: WrittenVersion, compare: bool) -> Answer:
         """Upload a written version if need be, and have a server load it. Returns any failure."""
         timeout_s = self.sync.timeout_s
         try:
-            name = written.folder.relative_to(self.root.resolve()).as_posix()
+            folder = written.folder
+            name = folder.relative_to(self.root.resolve()).as_posix()
             if self.sync.upload:
-                name = "-".join((self._upload_name, *written.folder.parts[-2:]))
-                name = await server.upload(written.folder, name, timeout_s=timeout_s)
+                name = f"{self._upload_name}-{folder.parent.name}-{folder.name}"
+                name = await server.upload(folder, name, timeout_s=timeout_s)
             request = ReloadRequest(
                 version=written.version,
                 source=source_of(written.kind, name),

@@ -5,14 +5,13 @@ bucket of tensors travels while the next one is made.
 """
 
 import asyncio
-import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -54,6 +53,7 @@ class CollectiveTransport:
     trainer: "Trainer"
     sync: SyncConfig
     freezes: bool = False  # some weights never change: each server is sent these only once
+    _layouts: dict[bool, Buckets] = dataclasses.field(default_factory=dict)  # `_buckets` keeps them
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
     # The specs of all weights as they were sent last; frozen ones stay from an earlier version.
     _specs: dict[str, protocol.TensorSpec] = dataclasses.field(default_factory=dict)
@@ -76,13 +76,13 @@ class CollectiveTransport:
         # Announce the buckets, and wait until each server is ready or has answered. Frozen weights
         # are left out if all servers have them, except from a comparison.
         partial = self.freezes and not compare and all(link.holds_frozen for link in links)
-        buckets = self.trained if partial else self.buckets
-        await asyncio.gather(*(link.begin(version, compare, buckets) for link in links))
+        buckets = self._buckets(partial)
+        await asyncio.gather(*(link.begin(version, compare, buckets, partial) for link in links))
         prepared = time.perf_counter()
 
         # Send them to the servers that are ready.
         try:
-            checksum = await run_in_thread(self._send, version, links, buckets)
+            checksum = await run_in_thread(self._send, version, links, partial)
         except BaseException:
             # The trainer has failed, so nothing will come: do not let servers wait for it.
             for link in links:
@@ -104,46 +104,40 @@ class CollectiveTransport:
         }
         return Delivery(answers, metrics)
 
-    @functools.cached_property
-    def buckets(self) -> Buckets:
-        """The buckets of all weights."""
-        return self.trainer.layout(nccl.BUCKET_BYTES)
-
-    @functools.cached_property
-    def trained(self) -> Buckets:
-        """The buckets of the trained weights only."""
-        return self.trainer.layout(nccl.BUCKET_BYTES, trained=True)
+    def _buckets(self, partial: bool) -> Buckets:
+        """Describe the buckets of all weights or, if `partial`, of the trained ones only."""
+        if partial not in self._layouts:
+            self._layouts[partial] = self.trainer.layout(nccl.BUCKET_BYTES, trained=partial)
+        return self._layouts[partial]
 
     def close(self) -> None:
         """Leave all groups: the run ends."""
         for link in self._links.values():
             link.close()
 
-    def _send(self, version: int, links: "Sequence[_Link]", buckets: Buckets) -> str:
+    def _send(self, version: int, links: "Sequence[_Link]", partial: bool) -> str:
         """Make the buckets and send them by all links. Returns the checksum of all weights."""
-        specs = self._specs
+        num_buckets = len(self._buckets(partial))
         numbers = itertools.count(1)
-        sending: Iterator[None] = iter(())  # waits until the bucket before has been sent
-        with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
+        sends: list[Future[None]] = []  # of the last bucket, by each link
+        with ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
 
             def send_bucket(named: Sequence[tuple[str, Tensor]]) -> None:
                 """Pack a bucket while the one before is on its way, then send it in threads."""
-                nonlocal sending
-                flat, bucket_specs = nccl.pack(named, self.trainer.device)
-                specs.update(bucket_specs)
-                list(sending)
-                name = f"bucket {next(numbers)}/{len(buckets)} of version {version}"
-                sending = threads.map(lambda link: link.send(name, flat), links)
+                flat, specs = nccl.pack(named, self.trainer.device)
+                self._specs.update(specs)
+                for send in sends:
+                    send.result()
+                name = f"bucket {next(numbers)}/{num_buckets} of version {version}"
+                sends[:] = [threads.submit(link.send, name, flat) for link in links]
 
-            if buckets is self.buckets:
-                self.trainer.stream(nccl.BUCKET_BYTES, send_bucket)
-            else:
-                self.trainer.stream(nccl.BUCKET_BYTES, send_bucket, trained=True)
-            list(sending)
-        return manifest.total_checksum(specs)
+            self.trainer.stream(nccl.BUCKET_BYTES, send_bucket, trained=partial)
+            for send in sends:
+                send.result()
+        return manifest.total_checksum(self._specs)
 
     async def _link(self, server: ServerClient) -> "_Link | HocketError":
-        """Find or make the link to a server, or the error why there is none."""
+        """Find or make the link to a server. Returns the error where there is none."""
         try:
             health = await server.health()
             link = self._links.get(server)
@@ -151,12 +145,11 @@ class CollectiveTransport:
             if link is not None and link.session != health.session:
                 link.close()
                 link = None
-            if link is None or (link.is_closed and not link.unreachable):
-                link = _Link(self, server, health)
-                self._links[server] = link
-            if link.unreachable:
+            if link is not None and link.unreachable:
                 reason = "could not be connected with since they were started"
                 return SyncError(f"the workers of {server.url} {reason}")
+            if link is None or link.is_closed:
+                link = self._links[server] = _Link(self, server, health)
             return link
         except HocketError as error:
             return error
@@ -206,8 +199,11 @@ class _Link:
         if self.group is not None:
             self.group.close()
 
-    async def begin(self, version: int, compare: bool, buckets: Buckets) -> None:
-        """Announce a version to the server; wait until its workers are ready or it answers."""
+    async def begin(self, version: int, compare: bool, buckets: Buckets, partial: bool) -> None:
+        """Announce a version to the server; wait until its workers are ready or it answers.
+
+        `partial`: the buckets are those of the trained weights only.
+        """
         start = time.monotonic()
         transport = self._transport
         self._receiving = None
@@ -219,7 +215,7 @@ class _Link:
             turn=self._transfers,
             adapter=transport.trainer.adapter,
             buckets=buckets,
-            partial=buckets is not transport.buckets,
+            partial=partial,
         )
         request = protocol.ReloadRequest(
             version=version, source=source, in_flight=transport.sync.in_flight, compare=compare

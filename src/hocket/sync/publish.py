@@ -16,24 +16,23 @@ from typing import Protocol
 from hocket.client.member import Member, State
 from hocket.client.pool import ServerPool
 from hocket.errors import ErrorOutcome, HocketError, ServerError, SyncError
-from hocket.protocol import Health
+from hocket.protocol import Health, ReloadResponse
 from hocket.sync.transports import Answer, Transport
 from hocket.sync.versions import Versions
 from hocket.types import Metrics, Rollout
-
-
-class TakesServers(Protocol):
-    """A part of a run, such as RunPart, that takes the servers that have loaded a version."""
-
-    async def published(self, members: Sequence[Member], came: bool) -> Metrics: ...
-
 
 # Engine's precision -> a mean |trainer − engine log-prob| that rounding alone never causes.
 HIGHEST_GAP = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 
 
+class ChecksServers(Protocol):
+    """A part of a run, such as RunPart, that checks the servers that have loaded a version."""
+
+    async def published(self, members: Sequence[Member], came: bool) -> Metrics: ...
+
+
 def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
-    """Give a trainer that shares no GPU its turn, which takes nothing."""
+    """Make the turn of a trainer that shares no GPU: there is nothing to do, or to measure."""
     return nullcontext({})
 
 
@@ -54,7 +53,7 @@ class Publisher:
     # Gives the trainer a GPU that it shares with a server, for the body of a with statement.
     trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = own_gpu
     max_logprob_gap: float | None = None  # replaces HIGHEST_GAP
-    parts: Sequence[TakesServers] = ()  # the parts of the run
+    parts: Sequence[ChecksServers] = ()  # the parts of the run
     # Held by a step while it trains, or by a bring-up.
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
@@ -92,36 +91,50 @@ class Publisher:
         }
 
     async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
-        metrics = await self.deliver(members)
+        """Send servers the current version, then let the parts check those that hold it.
+
+        `came`: the servers are being brought up; else they are those at work.
+        """
+        metrics = await self.deliver(members, came=came)
         holding = [member for member in members if member.is_up]
         for part in self.parts:
             metrics |= await part.published(holding, came)
         return metrics
 
-    async def deliver(self, members: Sequence[Member]) -> Metrics:
+    async def deliver(self, members: Sequence[Member], *, came: bool = False) -> Metrics:
         """Send servers the current version, and judge their answers."""
         servers = [member.server for member in members]
         delivery = await self.transport.deliver(self.versions.current, servers)
         for member in members:
-            self.judge(member, *delivery.answers[member.server], does="refused")
+            checksum, answer = delivery.answers[member.server]
+            self.judge(member, checksum, answer, does="refused", came=came)
         return delivery.metrics
 
-    def judge(self, member: Member, checksum: str, answer: Answer, *, does: str) -> None:
+    def judge(
+        self, member: Member, checksum: str, answer: Answer, *, does: str, came: bool = False
+    ) -> None:
         """Mark a server up or lost by its answer to a version with this checksum.
 
-        Raises SyncError where the server refuses the version, or holds something else.
+        `does` is the verb of the message: "refused". `came`: the server is being brought up. Raises
+        SyncError where the server refuses the version, or holds something else.
         """
         version = self.versions.current
         if isinstance(answer, ServerError) and self._stops(answer):
             raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
-        if isinstance(answer, HocketError):  # it comes back once a look finds it well
-            self.pool.mark_lost(member, str(answer))
-        elif (answer.version, answer.checksum) != (version, checksum):
+        sent = version, checksum
+        if isinstance(answer, ReloadResponse) and (answer.version, answer.checksum) != sent:
             raise SyncError(
                 f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but "
                 f"version {version} with checksum {checksum} was published. Is this its only "
                 "trainer?"
             )
+
+        # A server at work that was lost meanwhile may be joining again. Its bring-up, with all
+        # checks, decides then: not the answer to an earlier request.
+        if not came and not member.is_up:
+            return
+        if isinstance(answer, HocketError):  # it comes back once a look finds it well
+            self.pool.mark_lost(member, str(answer))
         elif member.session not in (None, answer.session):
             self.pool.mark_lost(member, "it was started again")
         else:
@@ -134,20 +147,20 @@ class Publisher:
         return self.pool.is_listed or not answer.foreign
 
     async def bring_up(
-        self, check_model: Callable[[Health], None], there: Mapping[Member, Health]
+        self, check_model: Callable[[Health], None], healths: Mapping[Member, Health]
     ) -> None:
-        """Give servers that came the current version. Raises as `judge` and `check_model`."""
+        """Give servers that join the current version. Raises as `judge` and `check_model`."""
         if self.lock.locked() and self.pool.up:
-            for member in there:
+            for member in healths:
                 self.pool.mark_waiting(member, "the trainer is at work")
             return
         async with self.lock:
-            members = [member for member in there if member.state is State.JOINING]
+            members = [member for member in healths if member.state is State.JOINING]
             if not members:
                 return  # they were lost meanwhile
-            self.versions.begin(max(health.version for health in there.values()))
+            self.versions.begin(max(health.version for health in healths.values()))
             for member in members:
-                check_model(there[member])
+                check_model(healths[member])
             metrics = await self._deliver_and_check(members, came=True)
 
         seconds = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
@@ -159,5 +172,5 @@ class Publisher:
             if member.is_up:  # else its reason says why not
                 holds = f"holds version {self.versions.current}: {member.dtype}"
                 self.pool.say(
-                    f"server {member.url} {holds}, {took}; it held version {there[member].version}"
+                    f"server {member.url} {holds}, {took}; it held version {healths[member].version}"
                 )

@@ -46,7 +46,10 @@ class Versions:
         self._full: WrittenVersion | None = None  # the last version that was written in full
 
     def begin(self, held: int) -> None:
-        """Set the first number above the run's and `held`, the servers' highest."""
+        """Choose this process's first number: above the run's and `held`, the servers' highest.
+
+        Later calls do nothing.
+        """
         if not self._begun:
             self._begun = True
             self.current = max(held, self.current) + 1
@@ -104,20 +107,22 @@ class Versions:
         Returns the full version, or None where it was in full and its files are sound.
         """
         if written is self._full:
-            with contextlib.suppress(SyncError):
-                self.check(written)
+            if self._is_sound(written):
                 return None
             shutil.rmtree(written.folder, ignore_errors=True)
             self._full = None
         return self.full(written.version)
 
+    def _is_sound(self, written: WrittenVersion) -> bool:
+        try:
+            specs = manifest.specs(manifest.tensors(written.folder))
+        except (OSError, SafetensorError):
+            return False
+        return manifest.total_checksum(specs) == written.checksum
+
     def check(self, written: WrittenVersion) -> None:
         """Raise SyncError unless the files hold what was written to them."""
-        try:
-            checksum = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
-        except (OSError, SafetensorError) as error:
-            checksum = str(error)
-        if checksum != written.checksum:
+        if not self._is_sound(written):
             raise SyncError(
                 f"{written.folder} does not hold the weights that were written to it: something "
                 "has changed its files, or the disk is failing. Set another run.dir"

@@ -4,22 +4,25 @@ Training is collective: every rank takes part in the sums of gradients and in ga
 Only rank 0 knows what comes next. For each method that is marked `@on_all_ranks`, it sends the
 other ranks the name and the arguments. They wait in `follow`, and call the method, too:
 
-    rank 0:  step() calls _update(shares)  ->  sends each ("_update", its share)  ->  runs _update
-    rank 1:  follow() waits for work       ->  receives ("_update", its share)    ->  runs _update
+    rank 0:  step() calls _update(rows)  ->  sends each ("_update", its rows)  ->  runs _update
+    rank 1:  follow() waits for work     ->  receives ("_update", its rows)    ->  runs _update
 """
 
 import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from hocket.common.tasks import note
 from hocket.errors import TrainerError
 from hocket.trainer.ranks import Ranks
 
-# Values of `Together.refusal`.
+Sink = Callable[[Any], None]
+"""Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
+
+# Values of `Together.refusal`: why no method can be called now.
 AWAY = "it is off the GPU; call onload() first"
 BROKEN = "it broke in an earlier call"
 CLOSED = "it is closed"
@@ -137,3 +140,23 @@ class Together(ABC):
     def _leave(self) -> None:
         if self.owns_ranks:
             self.ranks.close()
+
+
+@contextlib.contextmanager
+def deferring(sink: Sink) -> Iterator[Sink]:
+    """Wrap a sink so that its first error is raised at the end.
+
+    The other ranks gather every bucket together with rank 0, which must not leave them early.
+    """
+    errors: list[Exception] = []
+
+    def take(bucket: Any) -> None:
+        if not errors:
+            try:
+                sink(bucket)
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+    yield take
+    if errors:
+        raise errors[0]

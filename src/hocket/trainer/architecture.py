@@ -96,16 +96,7 @@ class TrialRow(NamedTuple):
         first, second, third = torch.randint(WIDTH, (3, 1, SHARED + FIRST)).unbind()
         second = second[:, :SECOND]
         third = torch.cat([first[:, :SHARED], third[:, :THIRD]], dim=1)
-
-        # The row has the prefix once. The third sequence's keys are the prefix and its own places.
-        first_places = torch.arange(SHARED + FIRST)
-        other_places = SHARED + FIRST + torch.arange(SECOND + THIRD)
-        key_places = torch.cat(
-            [first_places, other_places[:SECOND], first_places[:SHARED], other_places[SECOND:]]
-        )
-        lengths = (SHARED + FIRST, SECOND, THIRD)
-        segments = Segments(lengths, torch.device("cpu"), (0, 0, SHARED), key_places)
-        ids_br = torch.cat([first, second, third[:, SHARED:]], dim=1)
+        ids_br, segments = row_of_three((first, second, third), SHARED)
 
         # Change the last token of each sequence, and the whole second sequence.
         is_changed = torch.zeros(ids_br.shape[1], dtype=torch.bool)
@@ -113,6 +104,22 @@ class TrialRow(NamedTuple):
         is_changed[SHARED + FIRST : -THIRD] = True
         changed_br = torch.where(is_changed, (ids_br + 1) % WIDTH, ids_br)
         return cls((first, second, third), segments, ids_br, changed_br, is_changed)
+
+
+def row_of_three(sequences: Sequence[Tensor], shared: int) -> tuple[Tensor, Segments]:
+    """Lay three sequences [1, t] into a row [1, r], the third behind a prefix of the first.
+
+    The row has the prefix, `shared` tokens, once. The third sequence's keys are those of the prefix
+    and its own.
+    """
+    first, second, third = sequences
+    third = third[:, shared:]
+    row_br = torch.cat([first, second, third], dim=1)
+    places = torch.arange(row_br.shape[1])
+    rest = len(places) - third.shape[1]  # where the third sequence goes on behind the prefix
+    key_places = torch.cat([places[:rest], places[:shared], places[rest:]])
+    lengths = (first.shape[1], second.shape[1], third.shape[1])
+    return row_br, Segments(lengths, row_br.device, (0, 0, shared), key_places)
 
 
 def _try(config: Any) -> Logits:

@@ -35,7 +35,7 @@ STATE_FILE = "state.json"
 # Launchers of several ranks pass a Ctrl-C on to rank 0 as SIGUSR1.
 CTRL_C = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT
 
-# Commands that train beside `train`. The name of each is that of a part of its checkpoints.
+# Commands that train beside `train`. A checkpoint of each has a part of the same name.
 _STAGES = ("sft", "rm", "dpo")
 
 # Prefixes of the settings that a resumed run must not change.
@@ -50,7 +50,7 @@ _FIXED_SETTINGS = (
     "dpo.batch_size.",
 )
 
-# Files and folders that a run writes into its folder. A user's other files are left alone.
+# Files and folders that a run writes into its folder, and that hold nothing of the user's.
 _FILES = (
     *GROWING,
     "trace.json",
@@ -63,9 +63,10 @@ _FILES = (
     "plugins",
     PLUGINS,
 )
+# All that a run writes. In these further folders there may be files of the user's, too.
 _RUN_FILES = (*_FILES, ROLLOUTS, "weights", "deltas", "best", FOLDER)
 
-# Patterns of all that a run without a complete step may have written.
+# Patterns of all that a run without a complete step may have written, and no user.
 _NUMBER = "[0-9]" * 6
 _START_PATTERNS = (
     *_FILES,
@@ -194,11 +195,7 @@ def _newest_undamaged(folders: list[Path], say: Callable[[str], None]) -> Saved:
 
 def _check_command(saved: Saved, command: str, run_dir: Path) -> None:
     """Raise ConfigError if another command wrote the checkpoint."""
-    written_by = "train"
-    for stage in _STAGES:
-        if stage in saved.parts:
-            written_by = stage
-            break
+    written_by = next((stage for stage in _STAGES if stage in saved.parts), "train")
     if written_by != command:
         advice = f"choose another run.dir; model.path={run_dir} names its model"
         raise ConfigError(f"can't go on from {saved.folder}: it is of {written_by}; {advice}")
@@ -237,29 +234,33 @@ def make_room(
         dry_run: change no file.
     """
     steps = refuse_taken(run_dir, resume=resume)
-    paths = [run_dir / name for name in _RUN_FILES]
-    present = [path for path in paths if path.exists()]
-
     # A run that ended before its first step has nothing worth keeping.
     if steps == 0 and (run_dir / METRICS).exists():
-        if dry_run:
-            return
-        for pattern in _START_PATTERNS:
-            for path in run_dir.glob(pattern):
-                if path.is_dir():
-                    remove_folder(path)
-                else:
-                    path.unlink()
-    elif present and resume:
-        aside = unused(run_dir / "aside")
-        begins = f"{run_dir} has no complete checkpoint: the run begins again"
-        if dry_run:
-            say(f"{begins}, and what is there is moved to {aside}")
-            return
-        aside.mkdir()
-        for path in present:
-            path.rename(aside / path.name)
-        say(f"{begins}; what was there is in {aside}")
+        if not dry_run:
+            _remove_start(run_dir)
+        return
+    paths = [run_dir / name for name in _RUN_FILES]
+    present = [path for path in paths if path.exists()]
+    if not (present and resume):
+        return
+    aside = unused(run_dir / "aside")
+    begins = f"{run_dir} has no complete checkpoint: the run begins again"
+    if dry_run:
+        say(f"{begins}, and what is there is moved to {aside}")
+        return
+    aside.mkdir()
+    for path in present:
+        path.rename(aside / path.name)
+    say(f"{begins}; what was there is in {aside}")
+
+
+def _remove_start(run_dir: Path) -> None:
+    for pattern in _START_PATTERNS:
+        for path in run_dir.glob(pattern):
+            if path.is_dir():
+                remove_folder(path)
+            else:
+                path.unlink()
 
 
 # Writing
@@ -300,7 +301,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         config: the settings of the run.
         state: `Trainer.state`.
         parts: the other parts of the run with a state, by their names.
-        last: step of the newest checkpoint, 0 before any.
+        newest: step of the newest checkpoint, 0 before any.
         after: called with the folder of each complete checkpoint.
 
     Attributes:
@@ -313,7 +314,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         state: TrainerState,
         parts: Mapping[str, Resumable],
         *,
-        last: int = 0,
+        newest: int = 0,
         after: Sequence[Callable[[Path], None]] = (),
     ) -> None:
         self._config = config
@@ -321,7 +322,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._root = config.run_dir / FOLDER
         self._state = state
         self._parts = parts
-        self.last = last
+        self.newest = newest
         self.kept = 0
         self.after = after
         self._interrupted = False  # whether Ctrl-C was pressed
@@ -362,7 +363,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return {}
         start = time.perf_counter()
         self._writing.result()  # the checkpoint before must be written
-        self.last = step
+        self.newest = step
         with self._disk_errors():
             for leftover in self._root.glob(".*"):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -374,10 +375,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _is_due(self, step: int, last: bool) -> bool:
         every = self._settings.every_steps
-        if every == 0 or step == self.last:
+        if every == 0 or step == self.newest:
             return False
         # Due once the steps have passed a multiple of `every` since the newest checkpoint.
-        return last or self._interrupted or step // every > self.last // every
+        return last or self._interrupted or step // every > self.newest // every
 
     def complete(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Write a checkpoint, if `copy` took the trainer's state, with metrics and all parts."""
@@ -387,14 +388,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._raise_after_errors()
         if self._copied is None:
             return
-        # A metric that was not finite is None, and a checkpoint keeps numbers only.
-        numbers = {name: value for name, value in metrics.items() if value is not None}
-
+        finite = {  # a metric that was not finite may be None, too
+            name: value
+            for name, value in metrics.items()
+            if value is not None and math.isfinite(value)
+        }
         state = {
             "step": step,
             "config": self._config.as_dict(),
             "day": str(DAY),
-            "metrics": {name: value for name, value in numbers.items() if math.isfinite(value)},
+            "metrics": finite,
             "trainer": self._copied,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
@@ -416,7 +419,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     @property
     def _folder(self) -> Path:
-        return self._root / f"step_{self.last:06d}"
+        return self._root / f"step_{self.newest:06d}"
 
     def _write(self, bucket: Mapping[str, Any]) -> None:
         self._specs |= manifest.specs(bucket.items())
@@ -437,9 +440,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._after_calls.append(self._follower.submit(function, self._folder))
         self._follower.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
 
-    def _tidy(self, newest: Path, kept: str) -> None:
-        """Remove old checkpoints. Those after `newest` don't count: `after` has not seen them."""
-        folders = [folder for folder in complete(self._root) if folder <= newest]
+    def _tidy(self, written: Path, kept: str) -> None:
+        """Remove old checkpoints. Those after `written` don't count: `after` has not seen them."""
+        folders = [folder for folder in complete(self._root) if folder <= written]
         for old in folders[: -self._settings.keep]:
             if old.name == kept:
                 continue

@@ -76,7 +76,6 @@ def _load(settings: CriticConfig, model: ModelConfig, trainer: LoadingTrainer) -
         metrics=critic_metrics,
     )
     trainer.learners.append(learner)
-    trainer.tensors.append(engine.tensors)
     return engine.forward
 
 

@@ -194,20 +194,6 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
     return values
 
 
-def learning_rate(config: TrainerConfig, steps: int) -> float:
-    """Compute the learning rate after `steps` steps: a linear warm-up, then the schedule."""
-    if steps < config.warmup_steps:
-        return config.learning_rate * ((steps + 1) / config.warmup_steps)
-    decay_steps = max(1, config.steps - config.warmup_steps)
-    remaining = max(0.0, (config.steps - steps) / decay_steps)  # 1 after the warm-up, 0 at the end
-    factors = {
-        "constant": 1.0,
-        "linear": remaining,
-        "cosine": 0.5 * (1 - math.cos(math.pi * remaining)),
-    }
-    return config.learning_rate * factors[config.schedule]
-
-
 class _Fragment(NamedTuple):
     """This rank's part of a parameter, and its place in the memory of AdamW."""
 
@@ -245,7 +231,7 @@ class DeepSpeedEngine:
         self._config = config = setup.config
         self._dtype = setup.dtype
         self._ranks = setup.ranks
-        self.num_steps = 0  # steps of the run in which this module learns, with a signal or without
+        self.num_steps = 0  # steps of the run in which this module learns, updated or not
         if self.stage == 3:
             spread(module, setup)
 
@@ -285,8 +271,19 @@ class DeepSpeedEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self._config, self.num_steps)
+        """Learning rate of the next step: a linear warm-up, then the schedule."""
+        config = self._config
+        steps = self.num_steps
+        if steps < config.warmup_steps:
+            return config.learning_rate * ((steps + 1) / config.warmup_steps)
+        decay_steps = max(1, config.steps - config.warmup_steps)
+        remaining = max(0.0, (config.steps - steps) / decay_steps)  # from 1 down to 0
+        factors = {
+            "constant": 1.0,
+            "linear": remaining,
+            "cosine": 0.5 * (1 - math.cos(math.pi * remaining)),
+        }
+        return config.learning_rate * factors[config.schedule]
 
     def plan(self, steps: int) -> None:
         """Plan the learning rate's schedule to end after `steps`."""
@@ -306,9 +303,10 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add up the gradient of this rank's share of the loss; with `last`, sum it over ranks."""
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks, and those that compute a row together all have its loss.
-        num_shares = self._ranks.size / self._ranks.part.size
-        self._engine.backward(loss * num_shares, scale_wrt_gas=False)
+        # DeepSpeed averages over the ranks, so a sum needs a factor of their number. Ranks that
+        # compute a row together all have its loss, and count once.
+        num_rows = self._ranks.size / self._ranks.part.size
+        self._engine.backward(loss * num_rows, scale_wrt_gas=False)
 
     def step(self, *, rescale: bool = True) -> float | None:
         """Clip the gradient, update the weights, and clear the gradient.
@@ -321,7 +319,9 @@ class DeepSpeedEngine:
         """
         (group,) = self._adamw.param_groups
         group["lr"] = self.learning_rate
-        return self._step_without_zero() if self.stage == 0 else self._step_with_zero(rescale)
+        if self.stage == 0:
+            return self._step_without_zero()
+        return self._step_with_zero(rescale)
 
     def _step_without_zero(self) -> float | None:
         """Clip, and look for NaN: at stage 0 DeepSpeed does not, nor does it report the norm."""
@@ -342,7 +342,8 @@ class DeepSpeedEngine:
         # With bfloat16 at stage 1 its optimizer has no such attribute.
         if self.stage < 3:
             gradients = getattr(self._engine.optimizer, "averaged_gradients", {})
-            gradients.update(dict.fromkeys(gradients))
+            for group in gradients:
+                gradients[group] = None
         if not rescale:
             self._scaler.update(scaling)
         return None
@@ -474,8 +475,8 @@ class DeepSpeedEngine:
             # All ranks have parts of the same size; behind the parameter's end is padding.
             size = max(0, min(size, parameter.ds_numel - start))
             return _Fragment(start, flats[group], offset, size)
-        mapping = parameter._hp_mapping
-        if mapping is None:
+        mapping = parameter._hp_mapping  # from the parameter to AdamW's tensor, its "hp" copy
+        if mapping is None:  # this rank has no part
             return _Fragment(0, flats[0], 0, 0)
         start = mapping.lp_fragment_address.start
         address = mapping.hp_fragment_address

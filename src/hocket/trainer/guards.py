@@ -27,26 +27,21 @@ LARGEST = 1e5  # a larger number of a sample is extreme
 DERIVED = ("advantages", "returns")
 
 # What to do about an extreme number, by its column.
-REMEDIES = {
-    "advantages": "Look for extreme rewards, and at what algorithm.advantage makes of them",
-    "returns": "Look for extreme rewards, and at what algorithm.advantage makes of them",
-    "rollout_logprobs": "The server should not have sent such log-probs: look at its log",
-}
+REMEDIES = dict.fromkeys(
+    DERIVED, "Look for extreme rewards, and at what algorithm.advantage makes of them"
+)
+REMEDIES["rollout_logprobs"] = "The server should not have sent such log-probs: look at its log"
 _NO_ROOM = r"out of memory|allocate memory|ALLOC_FAILED|MemoryError"
 _PASSES = {"forward": "forward pass", "backward": "backward pass"}  # by the engine's methods
 
 
 class _Extreme(NamedTuple):
-    """The largest number of one column of a sample."""
+    """An extreme number of a sample, the largest of its column."""
 
+    is_cause: bool  # whether the column is not computed from other columns
     size: float  # absolute; infinite for NaN, too
-    sample: TrainSample
-    number: int  # place of the sample in its batch
     column: str
-
-    def priority(self) -> tuple[bool, bool, float]:
-        """Rank extreme numbers first, then those that are not derived, then the largest."""
-        return self.size > LARGEST, self.column not in DERIVED, self.size
+    name: str  # of the sample
 
 
 def first_fault(samples: Sequence[TrainSample], updates: Sequence[Update]) -> str:
@@ -59,15 +54,16 @@ def first_fault(samples: Sequence[TrainSample], updates: Sequence[Update]) -> st
     # Numbers that came with the samples are the first in time.
     extremes = []
     for number, sample in enumerate(samples):
+        name = sample.id or f"sample {number}"
         for column, values in sample.numbers.items():
             sizes = np.where(np.isnan(values), np.inf, np.abs(values))
             size = float(sizes.max(initial=0.0))
-            extremes.append(_Extreme(size, sample, number, column))
-    worst = max(extremes, key=_Extreme.priority)
-    if worst.size > LARGEST:
-        name = worst.sample.id or f"sample {worst.number}"
+            if size > LARGEST:
+                extremes.append(_Extreme(column not in DERIVED, size, column, name))
+    if extremes:
+        worst = max(extremes, key=lambda extreme: (extreme.is_cause, extreme.size))
         advice = REMEDIES.get(worst.column, "Look at the model that gave them")
-        return f"{worst.column} of {name}. {advice}: up to {worst.size:g}"
+        return f"{worst.column} of {worst.name}. {advice}: up to {worst.size:g}"
 
     # Then come the loss and its terms, each parameter's gradient, and the norm of all.
     update = next(update for update in updates if update.is_faulty)

@@ -51,8 +51,16 @@ class GradientBytes(NamedTuple):
     bucket: int  # per element of a bucket that is reduced
     bucket_copy: int  # per element of the bucket's copy in float32
 
+    def total(self, sizes: Sequence[int], num_ranks: int, bucket_elements: float) -> float:
+        """Compute the bytes for trained parameters of these sizes."""
+        trained = sum(sizes)
+        largest = max(sizes)  # a larger parameter than a bucket has a bucket of its own
+        bucket = self.bucket * max(bucket_elements, largest)
+        bucket_copy = self.bucket_copy * max(min(bucket_elements, trained), largest)
+        return trained * (self.each + self.divided / num_ranks) + (bucket + bucket_copy)
 
-# By ZeRO stage, and whether weights have 16 bits.
+
+# What DeepSpeed allocates, by ZeRO stage, and whether weights have 16 bits: tests measure it.
 _GRADIENTS = {
     (0, False): GradientBytes(4, 0, 0, 0),
     (0, True): GradientBytes(4, 0, 0, 0),
@@ -123,48 +131,42 @@ def estimate(
         gathered = min(num_weights, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
 
-    # Logits: a chunk's, and the log-probs of a whole row if these are kept.
-    row = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
-    positions = min(row, row_tokens)
-    tokens = positions / config.sequence_parallel
-    chunk = min(tokens, CHUNK_TOKENS)
-    vocab = head_of(model).out_features
-    keeps_row = 4 * vocab * positions <= KEPT_BYTES
-    logprobs = 4 * vocab * (tokens if keeps_row else chunk)
-    logits = _HEAD_BYTES * vocab * chunk + logprobs
+    micro_batch_tokens = config.micro_batch_tokens
+    if micro_batch_tokens == "auto":
+        micro_batch_tokens = CHUNK_TOKENS
+    row = min(micro_batch_tokens, row_tokens)
+    part = row / config.sequence_parallel  # positions of a row that a rank computes
+    logits = _logit_bytes(head_of(model).out_features, row, part)
 
-    trained_sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    if not trained_sizes:  # a frozen model runs forward only
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    if not sizes:  # a frozen model runs forward only
         return Estimate(weights=weights, logits=logits)
-
-    # Gradients: their sums, and the buckets in which they are reduced.
-    trained = sum(trained_sizes)
-    largest = max(trained_sizes)
-    size = _OFFLOADED_3 if offloads and stage == 3 else _GRADIENTS[stage, dtype.itemsize < 4]
-    elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
-    bucket = size.bucket * max(elements, largest)
-    bucket_copy = size.bucket_copy * max(min(elements, trained), largest)
-    gradients = trained * (size.each + size.divided / num_ranks) + (bucket + bucket_copy)
+    gradients = _OFFLOADED_3 if offloads and stage == 3 else _GRADIENTS[stage, dtype.itemsize < 4]
+    bucket_elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
 
     # Optimizer: two moments and, above stage 0, master weights in float32.
-    moments = 8 * trained if stage == 0 else 12 * trained / num_ranks
-
+    moments = 8 * sum(sizes) if stage == 0 else 12 * sum(sizes) / num_ranks
     return Estimate(
         weights=weights,
-        gradients=gradients,
+        gradients=gradients.total(sizes, num_ranks, bucket_elements),
         optimizer=0 if offloads else moments,
-        activations=tokens * _activations_per_token(Shape.of(model), config, itemsize),
+        activations=part * _activations_per_token(Shape.of(model), config, itemsize),
         logits=logits,
     )
 
 
+def _logit_bytes(vocab: int, row: float, part: float) -> float:
+    """Estimate the bytes of a chunk's logits, and of the log-probs of the row if they are kept."""
+    chunk = min(part, CHUNK_TOKENS)
+    keeps_row = 4 * vocab * row <= KEPT_BYTES
+    logprobs = 4 * vocab * (part if keeps_row else chunk)
+    return _HEAD_BYTES * vocab * chunk + logprobs
+
+
 def _frozen_in_layers(model: Any) -> int:
     """Count the frozen weights of linear layers, which are quantized."""
-    total = 0
-    for _, layer in linear_layers(model):
-        if not layer.weight.requires_grad:
-            total += layer.weight.numel()
-    return total
+    weights = [layer.weight for _, layer in linear_layers(model)]
+    return sum(weight.numel() for weight in weights if not weight.requires_grad)
 
 
 def _activations_per_token(shape: Shape, config: TrainerConfig, itemsize: int) -> float:
@@ -282,7 +284,7 @@ def fit_micro_batch(
         peak = max(_peak_bytes(learner, size, ranks, longest) for learner in learners)
         fits = int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak))
         fits = ranks.smallest(fits)  # one size for all ranks
-        if size <= fits < WORTH_A_TRY * size:
+        if size <= fits < WORTH_A_TRY * size:  # `size` fits, and no much larger one would
             return size
         if fits < 2:
             break

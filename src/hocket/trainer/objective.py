@@ -41,7 +41,7 @@ class LoadingTrainer(Protocol):
     policy: Policy
     engine: DeepSpeedEngine  # trains the policy
     learners: list[Learner]  # the policy, then the auxiliary models that a step trains
-    tensors: list[Callable[[], Iterator[Tensor]]]  # functions that list the tensors of each model
+    tensors: list[Callable[[], Iterator[Tensor]]]  # each yields the tensors of a frozen model
     columns: dict[str, Measure]
     """Columns that can be measured so far: "logprobs" of the policy, then the auxiliaries'."""
 
@@ -58,11 +58,11 @@ class Auxiliary:
 
     column: str  # its name in `TrainSample.columns`
     load: Callable[["LoadingTrainer"], Measure] | None = None
-    """Loads a model, and adds it to the trainer's `learners` and `tensors`."""
+    """Loads a model, and adds it to the trainer's `learners` or, if it is frozen, `tensors`."""
     ask: AskServer | None = None  # called on rank 0
     model: ModelConfig | None = None  # the model that `load` loads, if not the policy
     learns: bool = False  # whether a step trains that model
-    delay: int = 0  # steps that the model learns before the policy does
+    delay: int = 0  # steps for which the model learns before the policy learns, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

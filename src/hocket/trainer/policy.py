@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import transformers
@@ -41,16 +41,6 @@ from hocket.types import Image
 PREFIX = "model."  # with which the names of a Policy's parameters begin
 
 
-class ArchitectureCheck(NamedTuple):
-    """Three sequences, and the row that has them all; the first and the third share a prefix."""
-
-    sequences: tuple[Tensor, Tensor, Tensor]  # token ids of each, [1, t]
-    shared: int  # length of the prefix
-    images: list[Image]  # the image within the prefix, if the model takes images
-    row_br: Tensor
-    segments: Segments
-
-
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """Choose the precision of the forward pass: model.dtype, or what `auto` means on a device."""
     if config.dtype == "auto":
@@ -73,8 +63,8 @@ class Policy(nn.Module):
             engine.spread brings those of rank 0.
     """
 
-    scores = False  # whether the model is a classifier of sequences
-    uses_logits = True  # whether it has the head of a language model
+    scores = False  # whether transformers loads the model as a classifier of sequences
+    uses_logits = True  # whether it computes logits of tokens; if not, files may lack their head
 
     def __init__(
         self,
@@ -111,7 +101,7 @@ class Policy(nn.Module):
         self._forward_pass: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
         )
-        self._choose(kernels, gradient_checkpointing)
+        self._apply_choices(kernels, gradient_checkpointing)
         architecture.set_evaluation_mode(model)
         if config.float32_head:
             compute_in_float32(head_of(model))
@@ -130,7 +120,7 @@ class Policy(nn.Module):
             )
         return empty_model(config.path, **options)
 
-    def _choose(self, kernels: Chosen, gradient_checkpointing: bool | Chosen) -> None:
+    def _apply_choices(self, kernels: Chosen, gradient_checkpointing: bool | Chosen) -> None:
         """Change the model for the chosen kernels and the chosen recomputation of activations."""
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(
@@ -138,7 +128,7 @@ class Policy(nn.Module):
             )
         if kernels != choices.EAGER:
             choices.chosen_kernels(kernels).apply(self.model)
-        if gradient_checkpointing:
+        if gradient_checkpointing:  # after the kernels: it may wrap a layer that they replace
             recomputation = choices.chosen_recomputation(gradient_checkpointing)
             recomputation.prepare(self.model)
             self._forward_pass = recomputation.forward_pass
@@ -217,41 +207,43 @@ class Policy(nn.Module):
         Three sequences are computed in one row, as in training, and each alone with the model's
         own attention. Both ways must give the same hidden states and logits, but for rounding.
         """
-        logits_kind = self.logits
-        check = self._sequences_to_check(device)
-        packed_brh = self._hidden(check.row_br, check.segments, check.images)
+        logits_kind = self.logits  # raises TrainerError, too
+        sequences, shared, images = self._sequences_to_check(device)
+        row_br, segments = architecture.row_of_three(sequences, shared)
+        packed_brh = self._hidden(row_br, segments, images)
 
-        # Compute each sequence alone.
+        # Compute each sequence alone, as transformers does.
         self.model.set_attn_implementation(attention_setting(self.model.config, "eager"))
         all_inputs = []
         alone = []
-        for index, sequence_bt in enumerate(check.sequences):
+        for index, sequence_bt in enumerate(sequences):
             inputs: dict[str, Tensor] = {"input_ids": sequence_bt}
-            if check.images and index != 1:  # the second sequence has no image
-                inputs |= self.vision.alone(self.model, sequence_bt, check.images)
+            if images and index != 1:  # the second sequence has no image
+                inputs |= self.vision.alone(self.model, sequence_bt, images)
             all_inputs.append(inputs)
             alone.append(self.model.base_model(**inputs, use_cache=False)[0])
-        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, check.shared :]], dim=1)
+        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, shared:]], dim=1)
 
-        # Compute the logits of the third sequence as the model does, and as the policy does.
-        logits = expected_logits = alone[2]
-        if not self.scores:  # a classifier has logits at the last position only
+        # Compare the logits of the third sequence. A classifier has some at one position only.
+        if not self.scores:
             expected_logits = self.model(**all_inputs[2], use_cache=False).logits
             logits = logits_kind.of(head_of(self.model)(alone[2]).float())
+            if not _are_close(logits, expected_logits):
+                self._refuse("changes its logits after the output head")
         self.model.set_attn_implementation(attention_setting(self.model.config, attention.NAME))
-
-        if not _are_close(logits, expected_logits):
-            self._refuse("changes its logits after the output head")
         if not _are_close(packed_brh, expected_brh):
             self._refuse(
                 "has more in its attention than is computed here, or lets sequences that share a "
                 "row see each other"
             )
 
-    def _sequences_to_check(self, device: torch.device) -> ArchitectureCheck:
-        """Make three sequences of 8 or 12 tokens, and the row in which they share a prefix.
+    def _sequences_to_check(
+        self, device: torch.device
+    ) -> tuple[Sequence[Tensor], int, Sequence[Image]]:
+        """Make three sequences of 8 tokens, [1, t] each; the third begins with a prefix of the first.
 
-        The prefix is four tokens, and an image among them if the model takes images.
+        The prefix is four tokens, and an image among them if the model takes images. Returns the
+        sequences, the length of the prefix, and its image.
         """
         num_tokens = self.vocab_size
         images: list[Image] = []
@@ -261,20 +253,14 @@ class Policy(nn.Module):
             blank = self.vision.measure_blank(self.model)
             images = [blank]  # it stands behind two tokens
             image_length = blank.length
+        # Any 16 different tokens: 7919 is a prime.
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % num_tokens
         image_bt = ids_bt.new_full((1, image_length), num_tokens)
         shared = 4 + image_length
         first_bt = torch.cat([ids_bt[:, :2], image_bt, ids_bt[:, 2:8]], dim=1)
         second_bt = ids_bt[:, 8:]
         third_bt = torch.cat([first_bt[:, :shared], ids_bt[:, 8:12]], dim=1)
-
-        # In the row are the prefix and 4 tokens of the first sequence, 8 of the second, and the 4
-        # of the third that follow on the prefix. Its keys are the prefix and these 4.
-        row_br = torch.cat([first_bt, second_bt, third_bt[:, shared:]], dim=1)
-        places = torch.arange(shared + 16)
-        key_places = torch.cat([places[: shared + 12], places[:shared], places[shared + 12 :]])
-        segments = Segments((shared + 4, 8, 4), device, (0, 0, shared), key_places)
-        return ArchitectureCheck((first_bt, second_bt, third_bt), shared, images, row_br, segments)
+        return (first_bt, second_bt, third_bt), shared, images
 
     def _refuse(self, problem: str) -> NoReturn:
         raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
@@ -293,7 +279,8 @@ class ScalarModel(Policy):
 
     uses_logits = False
 
-    def forward(self, batch: TrainBatch) -> Any:  # a tensor, where a Policy returns a tuple
+    # A critic's column is this tensor, where a Policy returns a tuple of columns.
+    def forward(self, batch: TrainBatch) -> Any:
         """Compute a number for what is read before each token: float32 [1, t], 0 if not trained."""
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
         values_n1: Tensor = head_of(self.model)(hidden_brh[0].index_select(0, batch.row_n))

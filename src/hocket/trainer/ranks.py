@@ -52,7 +52,7 @@ class Ranks:
         self.is_main = self.rank == 0
         self.timeout_s = timeout_s
         self.part = WHOLE  # the part of each row that this rank computes
-        self.destroy: Callable[[], None] = dist.destroy_process_group  # DeepSpeed puts its own here
+        self.destroy: Callable[[], None] = dist.destroy_process_group  # until DeepSpeed is loaded
         self._has_ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
         # torch's store is public, but not in its __all__.
@@ -98,6 +98,7 @@ class Ranks:
         dist.init_process_group(
             backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout
         )
+        # Commands have a group of their own: only in this may the ranks above 0 wait without end.
         command_timeout = timeout if self.is_main else _NO_DEADLINE
         self._reports = dist.new_group(backend="gloo", timeout=timeout)
         self._commands = dist.new_group(backend="gloo", timeout=command_timeout)
@@ -178,25 +179,25 @@ class Ranks:
             yield
         except Exception as error:
             self._stop_watching()
-            if not _is_of_communication(error):
-                # This rank fails by itself: it tells the others why, unless the store is gone.
-                reason = f"rank {self.rank} failed: {type(error).__name__}: {error}"
-                with contextlib.suppress(RuntimeError):
-                    self._ask_store(lambda: self._store.compare_set(FAILURE, "", reason), GRACE_S)
-                raise
-
-            # The connection broke: the reason may be another rank's failure.
+            if _is_of_communication(error):
+                raise self._lost_others(error, doing) from error
+            # This rank fails by itself: it tells the others why, unless the store is gone.
+            reason = f"rank {self.rank} failed: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):
-                failure = self._ask_store(self._failure, GRACE_S)
-                if failure is not None:
-                    raise TrainerError(
-                        f"rank {self.rank} stopped while {doing}, for {failure}"
-                    ) from error
-            raise TrainerError(
-                f"rank {self.rank} lost the other ranks while {doing}: {why_broken(error)}. "
-                f"Another rank has ended, and its output says why, or did not answer within "
-                f"6 x sync.timeout_s = {self.timeout_s:g}"
-            ) from error
+                self._ask_store(lambda: self._store.compare_set(FAILURE, "", reason), GRACE_S)
+            raise
+
+    def _lost_others(self, error: Exception, doing: str) -> TrainerError:
+        """Make the error of a broken connection; another rank's failure may be the reason."""
+        with contextlib.suppress(RuntimeError):
+            failure = self._ask_store(self._failure, GRACE_S)
+            if failure is not None:
+                return TrainerError(f"rank {self.rank} stopped while {doing}, for {failure}")
+        return TrainerError(
+            f"rank {self.rank} lost the other ranks while {doing}: {why_broken(error)}. "
+            f"Another rank has ended, and its output says why, or did not answer within "
+            f"6 x sync.timeout_s = {self.timeout_s:g}"
+        )
 
     def _failure(self) -> str | None:
         if not self._store.check([FAILURE]):

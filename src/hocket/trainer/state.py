@@ -33,10 +33,8 @@ class SavedTensors:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Map the names of all tensors to their shapes, without reading them."""
-        shapes = {}
-        for name, file in self._file_of.items():
-            shapes[name] = tuple(file.get_slice(name).get_shape())
-        return shapes
+        files = self._file_of.items()
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in files}
 
     def read(self, name: str) -> Tensor:
         """Read one tensor."""

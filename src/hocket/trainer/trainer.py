@@ -26,7 +26,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.observe.metrics import over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
 from hocket.trainer import attention, batching, choices, flops, guards, memory, packing, share_gpu
-from hocket.trainer.all_ranks import AWAY, PerRank, Together, on_all_ranks
+from hocket.trainer.all_ranks import AWAY, PerRank, Sink, Together, deferring, on_all_ranks
 from hocket.trainer.batching import PackedRow, TrainBatch
 from hocket.trainer.engine import POLICY, DeepSpeedEngine, Setup, in_buckets, whole_shape
 from hocket.trainer.flops import Shape
@@ -35,16 +35,14 @@ from hocket.trainer.objective import Measure, Objective, configured
 from hocket.trainer.policy import Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import BUCKET_BYTES, SavedTensors
-from hocket.trainer.step import Learner, Update, accumulate, update
+from hocket.trainer.step import Learner, Update, accumulate, policy_metrics, update
 from hocket.types import Columns, TokenSequence, TrainSample
 
-Share = Sequence[PackedRow]
-"""The micro-batches of one rank."""
-Sink = Callable[[Any], None]
-"""Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
+Rows = Sequence[PackedRow]
+"""The micro-batches of one rank: each is a row, which the rank has still to build."""
 EXPORT_BYTES = 64 << 20  # bytes that ZeRO-3 gathers at a time for an export
-NO_UPDATE = {  # why a group of samples changed no weight, by the outcome of its update
-    "stopped": "stop_kl ended the step before its update",
+STOPPED = "stop_kl ended the step before its update"
+NO_UPDATE = {  # why an update changed no weight of the policy, by its outcome
     "skipped": "its update was not finite",
     "idle": "only the critic learnt: critic.warmup_steps",
 }
@@ -88,10 +86,13 @@ class Trainer(Together):
 
         self.untrained: dict[int, str] = {}  # groups that the last step did not train → the reason
         self._skipped_in_row = 0  # steps in a row whose updates were all skipped
-        self.micro_batch_tokens = CHUNK_TOKENS  # until `_load` sets it: the first rehearsal's size
-        self.fitted_for: int | None = None  # hash of what micro_batch_tokens=auto depends on
-        self._longest = 1  # positions of this rank's longest sequence in the current work
+        self._fitted_for: int | None = None  # hash of what micro_batch_tokens=auto was measured for
         self.away: share_gpu.Offloaded = ()  # the state that is in CPU memory while a server runs
+
+        # For the advice of an out-of-memory error: `_load` measures with micro-batches of this size
+        # first. `_longest` counts the positions of the longest sequence of the work under way.
+        self.micro_batch_tokens = CHUNK_TOKENS
+        self._longest = 0
 
         # A rank above 0 collects its spans of the trace here until `_send_spans`.
         self._spans: list[Span] = []
@@ -118,6 +119,7 @@ class Trainer(Together):
 
     def _load(self) -> None:
         """Load the policy and its optimizer, then the auxiliary models, on every rank."""
+        self._longest = 1  # the sequences of a rehearsal can be as short as that
         self._check_plugins()
         settings = self.setup.config
         choices.check(settings)
@@ -131,54 +133,61 @@ class Trainer(Together):
         _, policy_skeleton = models[0]
         self.flops = flops.model_flops(policy_skeleton)
 
-        # Load the policy. The part of the rows that this rank computes is set before any pass.
+        # Which part of a row this rank computes is set before any forward pass.
         self.ranks.part = attention.WHOLE
         if settings.sequence_parallel > 1:
             self.ranks.part = choices.chosen_row_division()(settings.sequence_parallel, self.ranks)
-        self.policy: Policy = self.load_model(self._config.model, self._objective.kind)
-        self.policy.statistics = self._objective.statistics
-
-        # Decide how samples are packed into rows. Where no kernel skips them, attention computes
-        # pairs of tokens that no position sees, and sharing a prefix must make up for these.
-        shape = Shape.of(self.policy.model)
-        self._row_tokens = memory.row_tokens(shape, on_gpu=self.device.type != "cpu")
-        pairs = math.inf if self.device.type == "cuda" else self.flops.pairs
-        packer = packing.chosen_packer(
-            settings.share_prefixes, pairs=pairs, key_share=shape.key_share
-        )
-        self._packing: dict[str, Any] = {"unit": self._objective.unit, "packer": packer}
+        self._load_policy()
+        self._choose_packing()
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(self.device, self.setup.dtype)])
 
-        # Make the policy's optimizer. It steps once the auxiliary models have learnt for `_delay`
-        # steps, and its learning rate is planned for the steps after these.
+        # Each auxiliary adds a trained model to `learners`, a frozen one to `tensors`.
+        self.tensors: list[Callable[[], Iterator[Tensor]]] = []
+        self.columns: dict[str, Measure] = {"logprobs": self._measure_logprobs}
+        for auxiliary in self._objective.auxiliaries:
+            if auxiliary.load is not None:
+                self.columns[auxiliary.column] = auxiliary.load(self)
+
+        # The size of a micro-batch comes last: measuring it needs all models in memory.
+        if settings.micro_batch_tokens == "auto":
+            self._fit_micro_batch()
+        else:
+            self.micro_batch_tokens = settings.micro_batch_tokens
+
+    def _load_policy(self) -> None:
+        """Load the policy, and make its optimizer."""
+        self.policy: Policy = self.load_model(self._config.model, self._objective.kind)
+        self.policy.statistics = self._objective.statistics
+        self.engine = DeepSpeedEngine(self.policy, self.setup, name=POLICY)
+        self.policy.check_architecture(self.device)
+
+        # The policy learns once the auxiliary models have learnt for `_delay` steps; the schedule
+        # of its learning rate has the steps after these.
         auxiliaries = self._objective.auxiliaries
         self._delay = max((auxiliary.delay for auxiliary in auxiliaries), default=0)
-        self.engine = DeepSpeedEngine(self.policy, self.setup, name=POLICY)
-        self.engine.plan(settings.steps - self._delay)
-        self.policy.check_architecture(self.device)
+        self.engine.plan(self.setup.config.steps - self._delay)
         policy = Learner(
             name=POLICY,
             engine=self.engine,
             loss=self._policy_loss,
             reads=[auxiliary.column for auxiliary in auxiliaries],
-            learns=self._has_warm_auxiliaries,
+            learns=self._is_warmup_over,
         )
-
-        # Each auxiliary adds what it loads to these three lists.
         self.learners = [policy]
-        self.tensors: list[Callable[[], Iterator[Tensor]]] = [self.engine.tensors]  # of each model
-        self.columns: dict[str, Measure] = {"logprobs": self._measure_logprobs}
-        for auxiliary in auxiliaries:
-            if auxiliary.load is not None:
-                self.columns[auxiliary.column] = auxiliary.load(self)
 
-        # The size of a micro-batch comes last: measuring it needs all models in memory.
-        micro_batch_tokens = settings.micro_batch_tokens
-        if micro_batch_tokens == "auto":
-            micro_batch_tokens = self._fitted()
-        self.micro_batch_tokens = micro_batch_tokens
+    def _choose_packing(self) -> None:
+        """Choose how samples are packed into rows."""
+        shape = Shape.of(self.policy.model)
+        self._row_tokens = memory.row_tokens(shape, on_gpu=self.device.type != "cpu")
+        # Most pairs of tokens in a row are of different sequences, and don't see each other: a GPU
+        # skips them, a CPU computes them, and sharing a prefix must save more than that.
+        pairs = math.inf if self.device.type == "cuda" else self.flops.pairs
+        packer = packing.chosen_packer(
+            self.setup.config.share_prefixes, pairs=pairs, key_share=shape.key_share
+        )
+        self._packing: dict[str, Any] = {"unit": self._objective.unit, "packer": packer}
 
-    def _has_warm_auxiliaries(self) -> bool:
+    def _is_warmup_over(self) -> bool:
         """Check whether the trained auxiliary models have learnt for `_delay` steps."""
         auxiliaries = self.learners[1:]
         return all(auxiliary.engine.num_steps >= self._delay for auxiliary in auxiliaries)
@@ -219,8 +228,8 @@ class Trainer(Together):
             loads=self.ranks.is_main or self.setup.stage < 3,
         )
 
-    def _fitted(self) -> int:
-        """Measure how many tokens a micro-batch has room for."""
+    def _fit_micro_batch(self) -> None:
+        """Set the size of a micro-batch to the largest that has room."""
         config = self._config
         # A server on the same GPU needs memory beside the trainer, unless the two take turns.
         leaves = 0 if config.gpus_apart or config.launch.share_gpu else memory.BESIDE
@@ -229,17 +238,16 @@ class Trainer(Together):
             include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
         )
         gpu = torch.cuda.get_device_name(self.device)
-        self.fitted_for = seed_of(settings, leaves, self.ranks.size, gpu)
+        self._fitted_for = seed_of(settings, leaves, self.ranks.size, gpu)
         longest = tokenizers.context_length(config.model) - 1
-        return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
-
-    def run_part(self, work: str, args: Sequence[Any], local: Mapping[str, Any]) -> Any:
-        self._longest = 0  # until `_built` knows the sequences of this work
-        return super().run_part(work, args, local)
+        self.micro_batch_tokens = memory.fit_micro_batch(
+            self.learners, self.ranks, leaves=leaves, longest=longest
+        )
 
     @contextlib.contextmanager
     def explaining(self, work: str) -> Iterator[None]:
         """Raise an out-of-memory error as a TrainerError that names settings which need less."""
+        self._longest = 0  # until `_built` knows the sequences of the work
         try:
             yield
         except Exception as error:
@@ -269,7 +277,7 @@ class Trainer(Together):
     def memory(self) -> str:
         """Describe the memory and the attention kernel of a step, for the run's first lines."""
         line = f"a step needs {self.estimate}; attention: {self.attention}"
-        if self.fitted_for is None:
+        if self._fitted_for is None:
             return line
         tokens = self.micro_batch_tokens
         fits = f"sequences of up to {tokens + 1} tokens have room"
@@ -284,32 +292,32 @@ class Trainer(Together):
         """Raise TrainerError if no sample has a trained token, or a micro-batch has no room."""
         packing.check_fits(samples, self.micro_batch_tokens, **self._packing)
 
-    def _shares(self, samples: Sequence[TrainSample]) -> PerRank:
-        """Divide samples among the ranks: rank r gets the micro-batches of item r."""
+    def _divide(self, samples: Sequence[TrainSample]) -> PerRank:
+        """Pack samples into rows, and divide these among the ranks: rank r gets item r."""
         self.check_fits(samples)
 
         @functools.cache  # many sequences have the same length
         def cost(length: int) -> float:
             return flops.step_flops(self.flops, [length], length)
 
-        copies = self._config.trainer.sequence_parallel
-        shares = batching.divide(
+        # Neighbouring ranks compute a row together, and get the same rows.
+        ranks_per_row = self._config.trainer.sequence_parallel
+        divided = batching.divide(
             samples,
             micro_batch_tokens=self.micro_batch_tokens,
-            num_ranks=self.ranks.size // copies,
+            num_ranks=self.ranks.size // ranks_per_row,
             row_tokens=self._row_tokens,
             cost=cost,
             **self._packing,
         )
-        # The `copies` ranks that compute a row together are neighbours, and get the same rows.
-        share_of_rank = []
-        for share in shares:
-            share_of_rank += [share] * copies
-        return PerRank(share_of_rank)
+        rows_of_ranks = []
+        for rows in divided:
+            rows_of_ranks += [rows] * ranks_per_row
+        return PerRank(rows_of_ranks)
 
-    def _built(self, share: Share) -> list[TrainBatch]:
+    def _built(self, rows: Rows) -> list[TrainBatch]:
         """Build this rank's micro-batches on its device."""
-        batches = [packed_row(self.device, self.ranks.part) for packed_row in share]
+        batches = [packed_row(self.device, self.ranks.part) for packed_row in rows]
         self._longest = max(batch.segments.longest for batch in batches)
         return batches
 
@@ -339,106 +347,96 @@ class Trainer(Together):
         start = time.perf_counter()
         learning_rate = self.engine.learning_rate if self.policy_learns else 0.0
         stop_kl = self._config.algorithm.stop_kl or math.inf
-        bound = max_gap if self._config.sync.on_mismatch == "stop" else math.inf
+        if self._config.sync.on_mismatch != "stop":
+            max_gap = math.inf
 
-        # Take one update for each mini-batch, which holds whole groups.
+        # Take one update for each mini-batch, which holds whole groups. With several epochs, a
+        # group has several updates: it is untrained until one of them succeeds.
         groups = [sample.group for sample in samples]
-        outcomes = dict.fromkeys(groups, "stopped")  # until one of its updates ends otherwise
-        metrics: list[dict[str, float]] = []
+        self.untrained = dict.fromkeys(groups, STOPPED)
+        metrics_of_updates: list[dict[str, float]] = []
         faults: list[str] = []
-        for places in self._minibatches(groups, number):
+        minibatches = batching.minibatches(
+            groups,
+            epochs=self._objective.epochs,
+            count=self._objective.minibatches,
+            seed=seed_of(self._config.trainer.seed, "minibatches", number),
+        )
+        for places in minibatches:
             part = [samples[place] for place in places]
-            updates, update_metrics = self._update(self._shares(part), bound)
-            bound = math.inf  # later updates compare weights that the servers never had
-            metrics.append(update_metrics)
-            for sample in part:
-                if outcomes[sample.group] != "updated":
-                    outcomes[sample.group] = updates[0].outcome
+            updates, update_metrics = self._update(self._divide(part), max_gap)
+            max_gap = math.inf  # later updates compare weights that the servers never had
+            metrics_of_updates.append(update_metrics)
+            self._note_untrained(part, updates[0])
             if any(update.is_faulty for update in updates):
                 faults.append(guards.first_fault(part, updates))
                 if keep is not None:
                     guards.keep_batch(keep, part, faults[-1], self.tokenizer.decode)
             if update_metrics.get("train/policy_kl", 0.0) > stop_kl:
                 break
-
-        self.untrained = {}
-        for group, outcome in outcomes.items():
-            if outcome != "updated":
-                self.untrained[group] = NO_UPDATE[outcome]
         self.end_step()
 
-        step_metrics = self._step_metrics(metrics, start, learning_rate)
-        if len(faults) == len(metrics):
+        step_metrics = self._step_metrics(metrics_of_updates, start, learning_rate)
+        if len(faults) == len(metrics_of_updates):
             self._count_skipped(faults[-1], keep)
-        elif step_metrics["train/skipped"] < 1:  # at 1 only the loss scale was too high: no count
+        elif step_metrics["train/skipped"] < 1:
             self._skipped_in_row = 0
+        # Else float16's loss scale was too high, which neither counts nor ends the count.
         return step_metrics
 
-    def _minibatches(self, groups: Sequence[int], number: int) -> list[list[int]]:
-        """Draw the mini-batches of a step: the places of the samples of each update."""
-        return batching.minibatches(
-            groups,
-            epochs=self._objective.epochs,
-            count=self._objective.minibatches,
-            seed=seed_of(self._config.trainer.seed, "minibatches", number),
-        )
+    def _note_untrained(self, samples: Sequence[TrainSample], done: Update) -> None:
+        """Note which groups of samples the policy's update has trained, or why it has not."""
+        for sample in samples:
+            if done.outcome == "updated":
+                self.untrained.pop(sample.group, None)
+            elif sample.group in self.untrained:
+                self.untrained[sample.group] = NO_UPDATE[done.outcome]
+
+    def _count_skipped(self, fault: str, keep: Path | None) -> None:
+        """Count a step without an update; raises TrainerError after too many of them in a row."""
+        self._skipped_in_row += 1
+        if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
+            raise TrainerError(
+                f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient "
+                f"was not finite; the first fault of the last one (the samples: {keep}): {fault}"
+            )
 
     def _step_metrics(
-        self, updates: Sequence[dict[str, float]], start: float, learning_rate: float
+        self, of_updates: Sequence[dict[str, float]], start: float, learning_rate: float
     ) -> dict[str, float]:
-        """Combine the metrics of a step's updates, which began at `start`."""
+        """Combine the metrics of the updates of a step that began at `start`."""
         seconds = note("time/train", start)
-        metrics = over_updates(updates, seconds, by_batch="old_logprobs" in self.columns)
+        metrics = over_updates(of_updates, seconds, by_batch="old_logprobs" in self.columns)
         metrics["train/learning_rate"] = learning_rate
         metrics["time/train"] = seconds
-        # No step is faster than the peak: that was measured while other processes used the cores.
+        # A step faster than the peak shows that the peak was measured too low, while other
+        # processes used the cores: raise it to the step's.
         if metrics["train/mfu"] > 1:
             self.peak_flops *= metrics["train/mfu"]
             metrics["train/mfu"] = 1.0
         return metrics
 
     @on_all_ranks
-    def _update(self, share: Share, max_gap: float) -> tuple[list[Update], dict[str, float]]:
+    def _update(self, rows: Rows, max_gap: float) -> tuple[list[Update], dict[str, float]]:
         """Update the policy and the trained auxiliary models.
 
         Returns one Update per learner, the policy's first, and the metrics by their full names.
         """
-        batches = self._built(share)
+        batches = self._built(rows)
         loss_scale = self.engine.loss_scale  # before the update, which may lower it
         updates = [update(learner, batches, self.ranks, max_gap) for learner in self.learners]
-        policy = updates[0]
-        num_tokens = batches[0].num_tokens_global
-        positions, computed, layer_flops = self.ranks.total(self._work_of(batches))
-        head_flops = self.flops.per_trained_token * num_tokens
-        metrics = dict(policy.totals)
-        metrics |= {
-            "grad_norm": policy.grad_norm,
-            "skipped": float(policy.outcome == "skipped"),
-            "updates": float(policy.outcome != "idle"),
-            "tokens": float(num_tokens),
-            "sequences": float(batches[0].num_sequences_global),
-            "micro_batches": float(len(batches)),
-            "positions": positions,
-            # Rows that ranks divide are padded, and may compute more than the positions.
-            "shared": max(0.0, 1 - computed / positions),
-            "seconds_at_peak": (layer_flops + head_flops) / self.peak_flops,
-        }
+        metrics = policy_metrics(updates[0], batches, self.ranks, self.flops, self.peak_flops)
         if loss_scale is not None:
-            metrics["loss_scale"] = loss_scale
-
-        # A name without a section is one of the policy's.
-        named = {}
-        for name, value in metrics.items():
-            named[name if "/" in name else f"train/{name}"] = value
-        for learner_update in updates:
-            named |= learner_update.learner.metrics(learner_update)
-        return updates, named
+            metrics["train/loss_scale"] = loss_scale
+        for done in updates:
+            metrics |= done.learner.metrics(done)
+        return updates, metrics
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         """Compute the objective's loss of a micro-batch, with entropy and statistics as metrics."""
         columns = self.engine.forward(batch)  # log-probs, entropy and the statistics' columns
         output = self._objective.loss(*columns[:2], batch)
-        if len(columns) == 1:  # a scalar model has values in place of log-probs, and no entropy
+        if len(columns) == 1:  # a model of scores has these alone
             return output
         metrics = {"entropy": columns[1].detach().sum() / batch.num_tokens_global}
         metrics |= self._sums(batch, columns)
@@ -451,24 +449,6 @@ class Trainer(Together):
             return {}
         return statistics.sums(batch, *columns)
 
-    def _work_of(self, batches: Sequence[TrainBatch]) -> list[float]:
-        """Count the work of this rank's micro-batches.
-
-        Returns [positions of their sequences, positions that are computed, operations of the
-        layers for the latter]. A prefix that sequences share is computed once.
-        """
-        positions = 0
-        ends: list[int] = []
-        starts: list[int] = []
-        for batch in batches:
-            if not batch.places:  # a blank keeps the ranks in step, and counts as no work
-                continue
-            positions += sum(batch.lengths)
-            ends += batch.segments.ends
-            starts += batch.segments.starts
-        operations = flops.step_flops(self.flops, ends, 0) - flops.step_flops(self.flops, starts, 0)
-        return [positions, sum(ends) - sum(starts), operations]
-
     @on_all_ranks
     def plan(self, steps: int) -> None:
         """Plan the learning rate's schedule to end after `steps` in place of trainer.steps."""
@@ -476,7 +456,7 @@ class Trainer(Together):
 
     @on_all_ranks
     def end_step(self) -> None:
-        """Count a step of the run, with a signal or without: the learning rate goes by steps."""
+        """Count a step of the run, trained or not: the learning rate depends on their number."""
         # The policy comes first: whether it learns depends on the step counts of the others.
         for learner in self.learners:
             if learner.learns():
@@ -489,23 +469,14 @@ class Trainer(Together):
     def _send_spans(self) -> None:
         """Send rank 0 the spans of the other ranks.
 
-        They travel in Unix time: each machine's performance counter starts at another moment.
+        Each machine's performance counter starts at another moment, so Unix time connects them.
         """
         to_unix = time.time() - time.perf_counter()
-        spans = [_delayed(span, to_unix) for span in self._spans]
+        for spans, to_unix_there in self.ranks.gather((self._spans, to_unix)):
+            delay = to_unix_there - to_unix
+            for span in spans:
+                note(span.name, span.start + delay, span.end + delay, span.who)
         self._spans.clear()
-        for spans_of_rank in self.ranks.gather(spans):
-            for span in spans_of_rank:
-                note(span.name, span.start - to_unix, span.end - to_unix, span.who)
-
-    def _count_skipped(self, fault: str, keep: Path | None) -> None:
-        """Count a step without an update; raises TrainerError after too many of them in a row."""
-        self._skipped_in_row += 1
-        if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
-            raise TrainerError(
-                f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient "
-                f"was not finite; the first fault of the last one (the samples: {keep}): {fault}"
-            )
 
     # Measuring without a step
 
@@ -532,7 +503,7 @@ class Trainer(Together):
 
         # Models in the trainer measure first, then those on servers.
         names = tuple(auxiliary.column for auxiliary in auxiliaries if auxiliary.load)
-        for index, measured in self._numbers(self._shares(samples), names).items():
+        for index, measured in self._numbers(self._divide(samples), names).items():
             columns[places[index]] = measured
         measured_sequences = [sample.sequence for sample in samples]
         for auxiliary in auxiliaries:
@@ -548,21 +519,21 @@ class Trainer(Together):
 
     def numbers(self, samples: Sequence[TrainSample]) -> list[Columns]:
         """Compute "logprobs" and "entropy" of each sample's tokens."""
-        by_place = self._numbers(self._shares(samples), None)
+        by_place = self._numbers(self._divide(samples), None)
         return [by_place[place] for place in range(len(samples))]
 
     @on_all_ranks
     @torch.no_grad()
-    def _numbers(self, share: Share, names: Sequence[str] | None) -> dict[int, Columns]:
+    def _numbers(self, rows: Rows, names: Sequence[str] | None) -> dict[int, Columns]:
         """Compute columns of the samples, on rank 0 those of all ranks: result[place][column].
 
-        `names` are those of the columns; None means the policy's log-probs and entropy.
+        `names` are keys of `columns`; None means "logprobs" and "entropy" in one forward pass.
         """
         columns_by_place: dict[int, Columns] = {}
-        for batch in self._built(share):
+        for batch in self._built(rows):
             if names is None:
-                logprobs_and_entropy = self.engine.forward(batch)[:2]
-                columns = dict(zip(("logprobs", "entropy"), logprobs_and_entropy, strict=False))
+                values = self.engine.forward(batch)  # a model of scores has no entropy
+                columns = dict(zip(("logprobs", "entropy"), values, strict=False))
             else:
                 columns = {name: self.columns[name](batch) for name in names}
             columns_by_place |= batching.unpack(batch, columns)
@@ -577,12 +548,12 @@ class Trainer(Together):
 
     def evaluate(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Compute the loss and the metrics of the objective without a step: `Update.totals`."""
-        return dict(self._evaluate(self._shares(samples)))
+        return dict(self._evaluate(self._divide(samples)))
 
     @on_all_ranks
-    def _evaluate(self, share: Share) -> dict[str, float]:
-        idle = dataclasses.replace(self.learners[0], learns=lambda: False)
-        return accumulate(idle, self._built(share), self.ranks, math.inf)
+    def _evaluate(self, rows: Rows) -> dict[str, float]:
+        idle = dataclasses.replace(self.learners[0], learns=lambda: False)  # no backward pass
+        return accumulate(idle, self._built(rows), self.ranks, math.inf)
 
     def compare(self, samples: Sequence[TrainSample]) -> tuple[float, dict[str, float]]:
         """Compare the log-probs of the trainer with those of the server's engine.
@@ -590,15 +561,15 @@ class Trainer(Together):
         Every sample must have a sampled token. Returns the mean |difference| over all sampled
         tokens, and the sums of the objective's `statistics`.
         """
-        sums = dict(self._compare(self._shares(samples)))
+        sums = dict(self._compare(self._divide(samples)))
         return sums.pop("gap") / sums.pop("tokens"), sums
 
     @on_all_ranks
     @torch.no_grad()
-    def _compare(self, share: Share) -> dict[str, float]:
+    def _compare(self, rows: Rows) -> dict[str, float]:
         sums_of_batches: list[Tensor] = []
         names: list[str] = []
-        for batch in self._built(share):
+        for batch in self._built(rows):
             columns = self.engine.forward(batch)
             gap_bt = (columns[0] - batch.rollout_logprobs_bt).abs().double()
             sums = {"tokens": batch.mask_bt.double().sum(), "gap": gap_bt.sum()}
@@ -611,10 +582,9 @@ class Trainer(Together):
 
     @on_all_ranks
     def forget(self) -> None:
-        """Free the auxiliary models that don't learn, once nothing more is measured."""
-        for auxiliary in self._objective.auxiliaries:
-            self.columns.pop(auxiliary.column, None)  # absent if a server measures the column
-        del self.tensors[len(self.learners) :]
+        """Free the frozen models, once nothing more is measured."""
+        self.columns.clear()
+        self.tensors.clear()
         gc.collect()  # hooks of ZeRO-3 hold a model in a cycle
 
     # Weights
@@ -622,11 +592,11 @@ class Trainer(Together):
     def export(self, folder: Path) -> dict[str, TensorSpec]:
         """Write the weights as servers get them; returns the specs of the tensors in memory."""
         named: list[tuple[str, Tensor]] = []
-        copies = self.engine.stage == 3  # ZeRO-3 frees a tensor after its bucket; others stay
+        is_freed = self.engine.stage == 3  # whether a tensor is freed after its bucket
 
         def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
             for name, tensor in bucket:
-                named.append((name, tensor.to("cpu", copy=copies)))
+                named.append((name, tensor.to("cpu", copy=is_freed)))
 
         self._stream(EXPORT_BYTES, False, sink=take)
         return self.policy.write(folder, named, self.tokenizer, self.setup.dtype)
@@ -645,7 +615,7 @@ class Trainer(Together):
         def publish(bucket: Sequence[tuple[str, Tensor]]) -> None:
             sink(self.policy.as_published(bucket))
 
-        with _deferring(publish) as take:
+        with deferring(publish) as take:
             self._stream(max_bytes, trained, sink=take)
 
     @on_all_ranks
@@ -660,12 +630,12 @@ class Trainer(Together):
 
         Returns the state that is no tensor, ready for JSON.
         """
-        with _deferring(sink) as take:
+        with deferring(sink) as take:
             engines = self._state(sink=take)
         return {
             "engines": engines,
             "skipped_in_row": self._skipped_in_row,
-            "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self.fitted_for},
+            "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self._fitted_for},
             "dtype": manifest.dtype_name(self.setup.dtype),
         }
 
@@ -697,7 +667,7 @@ class Trainer(Together):
             learner.engine.restore(read, state["engines"][learner.name])
         # Micro-batches of another size would sum gradients in another order.
         size = state["micro_batch"]
-        if self.fitted_for is not None and self.fitted_for == size["measured_for"]:
+        if self._fitted_for is not None and self._fitted_for == size["measured_for"]:
             self.micro_batch_tokens = size["tokens"]
 
     # Sharing a GPU with a server
@@ -710,9 +680,12 @@ class Trainer(Together):
 
     @on_all_ranks
     def _offload(self) -> None:
-        self.away = share_gpu.offload(self._all_tensors(), self.device)
+        self.away = share_gpu.offload(self.all_tensors(), self.device)
 
-    def _all_tensors(self) -> Iterator[Tensor]:
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of all models and optimizers."""
+        for learner in self.learners:
+            yield from learner.engine.tensors()
         for tensors_of_model in self.tensors:
             yield from tensors_of_model()
 
@@ -726,27 +699,3 @@ class Trainer(Together):
     def _onload(self) -> None:
         share_gpu.onload(self.away, self.device)
         self.away = ()
-
-
-def _delayed(span: Span, seconds: float) -> Span:
-    return span._replace(start=span.start + seconds, end=span.end + seconds)
-
-
-@contextlib.contextmanager
-def _deferring(sink: Sink) -> Iterator[Sink]:
-    """Wrap a sink so that its first error is raised at the end.
-
-    The other ranks gather every bucket together with rank 0, which must not leave them early.
-    """
-    errors: list[Exception] = []
-
-    def take(bucket: Any) -> None:
-        if not errors:
-            try:
-                sink(bucket)
-            except Exception as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-    yield take
-    if errors:
-        raise errors[0]

@@ -12,12 +12,21 @@ from tests.rollout.test_vision import BLUE, PLACE, RED
 
 from hocket.common.vision import data_url
 from hocket.envs import Task
-from hocket.extras.agents.play import join
+from hocket.extras.agents.play import join, with_images
 from hocket.observe.rows import rollout_of, write_rollouts
 from hocket.protocol import AgentCall
 from hocket.types import Group, Image, Prompt, Score
 from support import fakes
 from support.episodes import slot, user
+
+
+def test_messages_show_their_pictures_in_order_as_openai_has_them() -> None:
+    content = [PLACE, {"type": "text", "text": "or"}, PLACE]
+    system = {"role": "system", "content": "Look."}
+    shown = list(with_images([system, *user(content)], [RED, BLUE]))
+    assert shown[0] == system
+    urls = [part["image_url"]["url"] for part in shown[1]["content"] if part["type"] == "image_url"]
+    assert urls == [data_url(RED), data_url(BLUE)]
 
 
 @pytest.mark.parametrize("asks", [True, False])

@@ -53,7 +53,7 @@ def test_above_the_gap_that_is_allowed_no_model_learns(ranks: Ranks, tied_model:
         ]
     with make_trainer(ranks, tied_model, *settings) as trainer:
         learners = trainer.learners
-        held = [one for of_model in trainer.tensors for one in of_model() if not one.is_meta]
+        held = [one for one in trainer.all_tensors() if not one.is_meta]
         before = [one.clone() for one in held]
         counters = [learner.engine.counters() for learner in learners]
         with pytest.raises(SyncError, match=r"is more than 0\.001 .* Nothing was trained on them"):

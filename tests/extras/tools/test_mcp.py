@@ -19,8 +19,9 @@ import pytest
 
 from hocket.common.redaction import redacted
 from hocket.envs import tool
-from hocket.envs.base import LostError, bind
+from hocket.envs.base import bind
 from hocket.errors import ConfigError
+from hocket.extras.tools.mcp import LostError
 from hocket.extras.tools.tools import Tools
 from hocket.protocol import ToolCall
 from support.episodes import action, until

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -174,13 +174,23 @@ class Agents:
         return running.result()
 
 
+def with_images(messages: Iterable[Message], images: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield messages as OpenAI's API has them: each part {"type": "image"} gets the next image."""
+    from hocket.common.vision import part_of
+
+    image_parts = map(part_of, images)
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [next(image_parts) if part["type"] == "image" else part for part in content]
+        yield dict(message) | {"content": content}
+
+
 def _task(prompt: Prompt, slot: Slot, url: str, session: SessionResponse) -> Task:
     # A copy, as other agents play the same prompt.
     messages: Iterable[Message] = copy.deepcopy(prompt.messages or ())
     if prompt.images:
-        from hocket.common.vision import shown
-
-        messages = shown(messages, (image.data for image in prompt.images))
+        messages = with_images(messages, [image.data for image in prompt.images])
     return Task(
         messages=tuple(messages),
         text=prompt.text,

@@ -25,13 +25,15 @@ from hocket.data.text import turn_text
 from hocket.errors import differ
 from hocket.extras.checks.draws import DRAWN
 from hocket.extras.checks.verify import Verification, as_samples
-from hocket.observe.metrics import SUSPICIOUS
+from hocket.observe.metrics import ON_POLICY
 from hocket.rewards.base import REWARDS
 from hocket.run_part import Joined, RunPart, run_part
 from hocket.types import Metrics, Rollout, TokenSequence
 
 MetricsHistory = Sequence[Mapping[str, float | None]]
 """Metrics of the steps so far."""
+# An alarm of one of these may mean that a server has wrong weights.
+SUSPICIOUS = ON_POLICY | {"train/importance_mean", "train/ess", "staleness/over_bound"}
 PROOF_PROMPTS = 16
 SUMMED = (*DRAWN, "sampling/equal", "sampling/equal_expected")
 RARE = 10.0  # nats by which one token may surprise: p = 5e-5

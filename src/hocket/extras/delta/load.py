@@ -12,7 +12,7 @@ from pydantic import Field
 
 from hocket import protocol
 from hocket.server import versions
-from hocket.server.engine import Found
+from hocket.server.engine import IncomingVersion
 from hocket.server.errors import ApiError, parse
 from hocket.server.parts import Server, server_part
 from hocket.server.state import Held
@@ -23,13 +23,14 @@ def install(server: Server) -> None:
     engine = server.engine
     copy = PatchedCopy(engine.root)
 
-    async def find(source: protocol.OtherSource, version: int) -> Found:
+    async def find(source: protocol.OtherSource, version: int) -> IncomingVersion:
         delta = parse(DeltaSource, source.model_dump_json().encode())
-        folder, described, _ = await engine.reading(versions.read, engine.root, delta.name)
+        folder, described, _ = await engine.read_files(versions.read, engine.root, delta.name)
         expected = await engine.expected(None)
         versions.check_manifest(described, version, expected)
-        patched = await engine.reading(copy.patched, folder, described, engine.held)
-        return Found(("hocket_load_disk", str(patched)), described.checksum, discard=copy.discard)
+        patched = await engine.read_files(copy.patched, folder, described, engine.held)
+        call = "hocket_load_disk", str(patched)
+        return IncomingVersion(call, described.checksum, discard=copy.discard)
 
     engine.sources["delta"] = find
 

@@ -18,7 +18,7 @@ from hocket.common.redaction import redacted, secret
 from hocket.common.shell import proxy_of
 from hocket.config.deployment import WebUrl
 from hocket.config.sections import Names
-from hocket.rewards.base import RetryError, named, reward
+from hocket.rewards.base import RetryError, arguments_as_json, reward
 from hocket.rewards.scores import NoScoreError
 from hocket.types import Rollout, Score
 
@@ -133,7 +133,8 @@ class HttpReward(Service):
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[Any]:
         prompt = rollouts[0].prompt
         size = len(rollouts)
-        body: dict[str, list[Any]] = {"samples": [{"id": one.id, **named(one)} for one in rollouts]}
+        samples = [{"id": rollout.id, **arguments_as_json(rollout)} for rollout in rollouts]
+        body: dict[str, list[Any]] = {"samples": samples}
         key = "scores"
         if self.format == "openrlhf":
             queries = [prompt.text + one.text for one in rollouts]

@@ -22,7 +22,7 @@ from hocket.common.files import write_atomically
 from hocket.config.sections import leaves
 from hocket.errors import ConfigError
 from hocket.extras.page.reader import PageRow, RunReader
-from hocket.observe.metrics import PHASES, known_metrics
+from hocket.observe.metrics import known_metrics
 from hocket.observe.rows import config_of, reading, spoken
 from hocket.observe.run_folder import report
 
@@ -31,6 +31,8 @@ MAX_TOKENS = 20_000  # of them with tokens
 MAX_ROWS = 128  # of the newest step
 MAX_CHARACTERS = 2000  # of a text
 LONG = ("messages", "dialogue", "others", "meta")  # of a row
+# Phases of time/step, in order; what is left of it is `other`.
+PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER_S = 120.0
 _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")

@@ -35,8 +35,8 @@ from hocket.observe.rows import (
     read_summary,
     read_text,
     reading,
+    scan_lines,
     scan_rollouts,
-    scan_trained,
 )
 from hocket.observe.run_folder import kept_plugins
 
@@ -176,7 +176,7 @@ class RunReader:
         if not _NAME.fullmatch(name):
             return []
         path = self.folder / TRAINED / f"{name}.jsonl"
-        trained = {row["id"]: row for row in scan_trained(path, tokens=tokens)}
+        trained = {row["id"]: row for row in scan_lines(path, tokens=tokens)}
         mark = json.dumps(group, ensure_ascii=False).encode() if group else b""
         rows: list[PageRow] = []
         for row in scan_rollouts(self.folder / ROLLOUTS / f"{name}.jsonl", mark, tokens=tokens):

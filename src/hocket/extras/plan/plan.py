@@ -20,6 +20,7 @@ from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.launch import Placement, place, visible_gpus
+from hocket.protocol import model_files
 from hocket.trainer import choices as trainer_choices
 from hocket.trainer import flops, memory
 from hocket.trainer.engine import default_zero_stage
@@ -328,7 +329,8 @@ def report(
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
     trainer_choices.check(config.trainer)
-    if model_folder.has_weights(config.model.path):  # a plan takes a config.json alone
+    files, problems = model_files.weight_files(config.model.path)
+    if files or problems:  # a plan takes a config.json alone
         uses_logits = stage is None or stage.kind.uses_logits
         model_folder.examine(config.model, head="logits" if uses_logits else None)
     if num_gpus == 0:

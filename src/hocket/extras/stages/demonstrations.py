@@ -33,7 +33,7 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
     names = [data.prompt_column, "messages", data.response_column]
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[list[TokenSequence]]:
-        columns, pictures = renderer.seen(columns)
+        columns, pictures = renderer.split_images(columns)
         samples = _samples(renderer, data, columns, end)
         return texts_of(samples), functools.partial(sequences, renderer, samples, pictures=pictures)
 
@@ -72,7 +72,9 @@ def _samples(
     ]
     if whole and data.response_column not in columns:
         otherwise = f", or name its column in {data.section}.response_column"
-        turns = renderer.introduced(turns_of(renderer, columns[whole[0]], whole[0], otherwise))
+        turns = renderer.with_system_prompt(
+            turns_of(renderer, columns[whole[0]], whole[0], otherwise)
+        )
         return conversation(renderer, turns, tools_of(columns), end)
     prompt, _ = renderer.prompt(columns, tools_of(columns))
     hint = f", or {data.section}.prompt_column to one of whole conversations{data.otherwise}"
@@ -95,7 +97,7 @@ def answered(renderer: Renderer, prompt: str, response: Any, name: str, end: int
     if not (isinstance(response, str) and response.strip()):
         wanted = "text or one message of the assistant (else join prompt and response as messages)"
         raise ValueError(f"column {name!r} must be {wanted}, got {response!r:.80}")
-    renderer.notice(response)
+    renderer.warn_special_tokens(response)
     return [(prompt, _behind(opening_of(prompt), response, f"column {name!r}"), [end])]
 
 
@@ -174,7 +176,7 @@ def sequences(
             mask += [False] * len(read) + [True] * len(taught)
         if all(mask):
             raise ValueError(NO_TOKEN)
-        ids, images = renderer.expanded(ids, pictures, whole=sample is samples[-1])
+        ids, images = renderer.insert_images(ids, pictures, whole=sample is samples[-1])
         for image in images:
             mask[image.start : image.start + 1] = [False] * image.length
         zeros = (0.0,) * len(mask)

@@ -24,6 +24,7 @@ from hocket.extras.stages import pairs, stage_of
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
+from hocket.protocol import model_files
 from hocket.trainer import checkpoints, memory, packing
 from hocket.trainer.checkpoints import Checkpoints, Resumable, Saved
 from hocket.trainer.objective import Objective
@@ -142,8 +143,11 @@ class _Task(NamedTuple):
         """Yield lines on what is trained: the first row, the number of steps, the learning rate."""
         model = self.config.model.path
         yield f"the first one, with what is taught in [[ ]]: {_shown(self.rows[0], tokenizer)}"
-        if self.objective.kind.scores and not model_folder.has_tensor(model, SCORE):
-            yield f"the model has no {SCORE}: the stage adds this head, drawn at random by trainer.seed"
+        if self.objective.kind.scores:
+            files, _ = model_files.weight_files(model)
+            shapes, _ = model_files.read_headers(files)
+            if SCORE not in shapes:
+                yield f"the model has no {SCORE}: the stage adds this head, drawn at random by trainer.seed"
         if added := tokenizers.said_end(model, tokenizer):
             yield added
         takes_all = ""
@@ -227,7 +231,7 @@ def _train(task: _Task, saved: Saved | None) -> None:
             from hocket.extras.copy_to import copying
 
             copies = copying(config, console.say)
-        with Checkpoints(config, trainer.state, parts, last=last, after=copies) as written:
+        with Checkpoints(config, trainer.state, parts, newest=last, after=copies) as written:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
                 metrics = trainer.step(

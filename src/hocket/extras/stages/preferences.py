@@ -41,7 +41,7 @@ def load_preferences(
     (behind,) = renderer.encode([renderer.after_turn]) if whole else ([end],)
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[Preference]:
-        columns, pictures = renderer.seen(columns)
+        columns, pictures = renderer.split_images(columns)
         samples = _samples(renderer, data, columns, end)
         for sample in samples:
             read, said, ends = sample[-1]
@@ -82,7 +82,7 @@ def _samples(
         sides = [[*prompt, *side] for side in sides]
         first = len(prompt)
     else:
-        sides = [renderer.introduced(side) for side in sides]
+        sides = [renderer.with_system_prompt(side) for side in sides]
         alike = [one == other for one, other in zip(*sides, strict=False)]
         first = [*alike[:-1], False].index(False)  # the last turn is no prompt
     tools = demonstrations.tools_of(columns)

@@ -9,9 +9,9 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hocket.common.files import last_lines
 from hocket.common.processes import SECRET_NAME, kill_with_parent
@@ -20,7 +20,6 @@ from hocket.common.registry import need, options_of
 from hocket.common.shell import proxy_of
 from hocket.common.tasks import retrieve, run
 from hocket.config.sections import Names
-from hocket.envs.base import LostError, Tool
 from hocket.errors import ConfigError
 
 LIST_S = 30.0  # seconds that a server may take to start, and for each page of its list of tools
@@ -28,6 +27,19 @@ RETRY_S = 0.5  # seconds until a call is made again
 MAX_PAGES = 100  # pages of a list of tools
 NUM_LINES = 5  # lines of a lost server's stderr that its error shows
 MAX_STDERR = 1 << 20  # bytes of stderr that are kept
+
+
+class LostError(Exception):
+    """Raised when something that an episode needs, such as its server, is gone with its state."""
+
+
+class Tool(NamedTuple):
+    """A function that the model may call."""
+
+    schema: Mapping[str, Any]  # its description in the form of OpenAI's API
+    call: Callable[[Mapping[str, Any], float], Awaitable[Any]]
+    """Called with the arguments and the seconds that an answer may take; returns the result.
+    A LostError ends the episode. The model reads any other error as the result."""
 
 
 class UnaskedError(LostError):

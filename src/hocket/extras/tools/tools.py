@@ -16,9 +16,9 @@ from hocket.common.arithmetic import compute
 from hocket.common.registry import Registry
 from hocket.common.tasks import cancel
 from hocket.config.sections import Names, or_one
-from hocket.envs.base import Action, Environment, LostError, Step, Tool, environment, invoke
+from hocket.envs.base import Action, Environment, Step, environment, invoke
 from hocket.errors import ConfigError
-from hocket.extras.tools.mcp import connection
+from hocket.extras.tools.mcp import LostError, Tool, connection
 from hocket.protocol import Toolbox, ToolCall
 from hocket.types import Message
 
