@@ -43,7 +43,7 @@ def test_an_alarm_of_step_0_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     with Console(10) as console:
         for step in range(3):
             console.step(step, {"rollout/truncated": 0.1})
-    first, alarm, *later = capsys.readouterr().out.splitlines()
+    _, alarm, *later = capsys.readouterr().out.splitlines()
     assert "rollout/truncated = 0.1" in alarm
     assert len(later) == 2  # it stays, and is printed once
 

@@ -484,7 +484,7 @@ def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice(rng: rando
             assert list(one.logprobs) == expected
             assert not one.mask[0]
             assert one.mask[-1]
-        assert sum(one.turns for one in sequences) == len(completions)
+        assert sum(len(one.turn_rewards) for one in sequences) == len(completions)
         for done in calls:  # the model saw, before what it sampled, just what stands before it in a sequence
             if done.completion is not None:
                 first = done.completion.token_ids[0]

@@ -293,10 +293,10 @@ def error_event(path: str, error: ApiError) -> bytes:
     if path.endswith("/messages"):
         return b"event: error\ndata: " + json.dumps(anthropic_error(error)).encode() + b"\n\n"
     if path.endswith("/responses"):
-        event = {"type": "error", "code": error.body.code, "message": text, "param": None}
-        return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
-    event = {"message": text, "type": error.body.code, "param": None, "code": error.status}
-    return b"data: " + json.dumps({"error": event}).encode() + b"\n\ndata: [DONE]\n\n"
+        response = {"type": "error", "code": error.body.code, "message": text, "param": None}
+        return b"event: error\ndata: " + json.dumps(response).encode() + b"\n\n"
+    chunk = {"message": text, "type": error.body.code, "param": None, "code": error.status}
+    return b"data: " + json.dumps({"error": chunk}).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:

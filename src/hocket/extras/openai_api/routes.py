@@ -6,7 +6,6 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.routing import Route
 
 from hocket.extras.openai_api import bodies
 from hocket.extras.openai_api.answers import Named, Recent, hide_known
@@ -90,8 +89,6 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
                 strangers=strangers,
                 remembered=remembered,
             )
-        if path == "/metrics":
-            route = Route(path, route.app, methods=["GET"])  # a mount takes any method
         app.router.routes.append(route)
     add_model_route(server, served_names(server))
     describe(app, ROUTES)
