@@ -91,8 +91,7 @@ def divide(
         samples: the samples of one update.
         micro_batch_tokens: positions that a micro-batch may have.
         num_ranks: number of ranks that compute different rows.
-        row_tokens: positions after which a row gets longer only where much is shared, as longer
-            rows are no faster (on CPUs).
+        row_tokens: positions after which a row gets longer only where much is shared: on CPUs.
         cost: computes what a sequence costs, from its number of positions.
         packer: decides which sequences come together.
         unit: number of consecutive samples that stay together, in this order, in one micro-batch:
