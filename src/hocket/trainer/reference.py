@@ -103,7 +103,9 @@ class _ScoreRequest(Request[_Scores]):
 async def _ask_until_answered(
     url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
 ) -> list[list[float]]:
-    """Let a server score sampled tokens at temperature 1; retry after failures that may pass.
+    """Have a server compute the log-probs of sampled tokens at temperature 1.
+
+    Failures that may pass are retried after WAITS_S.
 
     Args:
         url: the server of the reference.
