@@ -207,6 +207,6 @@ EQUIVALENT: tuple[Same, ...] = (
     ),
     Same("rewards/workers.py::operand:0", "1", "how many workers there are, not what they say"),
     Same("trainer/step.py:accumulate:arithmetic:1", "loss / math.nan", "NaN either way"),
-    Same("trainer/packing.py:check_fits:plus-one:2", "1.0", "alone, each sequence is the first of its row"),
-    Same("trainer/batching.py::flag:0", "True", "no mask of a sequence's first token is read"),
+    Same("trainer/packing.py:check_fits:plus-one:2", "1", "alone, each sequence is the first of its row"),
+    Same("trainer/batching.py:_blank:flag:0", "True", "no mask of a sequence's first token is read"),
 )

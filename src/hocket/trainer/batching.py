@@ -22,9 +22,6 @@ from hocket.trainer.attention import WHOLE, RowPart, Segments
 from hocket.trainer.packing import PLAIN, Packer, members_of_units, num_positions, plan_rows
 from hocket.types import Image, TokenSequence, TrainSample
 
-# Two tokens, one position, nothing trained: for a rank that has fewer rows than the others.
-_NO_TOKENS = TokenSequence(token_ids=array("I", (0, 0)), mask=(False, False), logprobs=(0.0, 0.0))
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch(LossBatch):
@@ -135,10 +132,11 @@ def divide(
 
 
 def _blank(sample: TrainSample) -> TrainSample:
-    """Make a sample without a trained token, with the columns of another."""
+    """Make a sample of one position, without a trained token, with the columns of another."""
     zeros = (0.0, 0.0)
+    sequence = TokenSequence(token_ids=array("I", (0, 0)), mask=(False, False), logprobs=zeros)
     columns = dict.fromkeys(sample.columns, zeros)
-    return TrainSample(sequence=_NO_TOKENS, advantages=zeros, columns=columns)
+    return TrainSample(sequence=sequence, advantages=zeros, columns=columns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

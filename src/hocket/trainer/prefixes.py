@@ -30,7 +30,10 @@ class SharingPacker(Packer):
 
     def starts(self, samples: Sequence[TrainSample]) -> list[int]:
         inputs = [keys(sample.sequence)[:-1] for sample in samples]  # no position reads the last
-        return starts(inputs, self.pairs)
+        result = [0]
+        for before, ids in itertools.pairwise(inputs):
+            result.append(shared_length(before, ids, self.pairs))
+        return result
 
     def runs(
         self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf
@@ -81,15 +84,7 @@ def _selected_sum(values: Sequence[float], indices: Sequence[int]) -> float:
     return sum(values[index] for index in indices)
 
 
-def starts(sequences: Sequence[np.ndarray], pairs: float) -> list[int]:
-    """Count the positions of the prefix that each sequence shares with the one before."""
-    result = [0]
-    for before, ids in itertools.pairwise(sequences):
-        result.append(in_common(before, ids, pairs))
-    return result
-
-
-def in_common(before: np.ndarray, ids: np.ndarray, pairs: float) -> int:
+def shared_length(before: np.ndarray, ids: np.ndarray, pairs: float) -> int:
     """Count the positions of the prefix that `ids` share with `before`; 0 if not worth sharing."""
     shorter = min(len(before), len(ids))
     differing = np.flatnonzero(before[:shorter] != ids[:shorter])

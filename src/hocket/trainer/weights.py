@@ -226,9 +226,7 @@ def _ends(ids: int | list[int] | None, tokenizer: Any) -> int | list[int] | None
     return [id_ for id_ in ends if id_ is not None] + [end]
 
 
-@functools.cache  # a template is rendered once, not at each publication
-def _end_of_turn(tokenizer: Any) -> int | None:
-    return end_of_turn(tokenizer)
+_end_of_turn = functools.cache(end_of_turn)  # a template is rendered once, not at each publication
 
 
 @functools.cache  # a hub is asked once
