@@ -106,8 +106,8 @@ def divide(
         packed,
         packer,
         num_ranks,
-        most=micro_batch_tokens,
-        enough=min(row_tokens, micro_batch_tokens),
+        micro_batch_tokens=micro_batch_tokens,
+        row_tokens=min(row_tokens, micro_batch_tokens),
         cost=cost,
         unit=unit,
     )

@@ -175,24 +175,14 @@ def plan_rows(
     packer: Packer,
     num_ranks: int,
     *,
-    most: float,
-    enough: float,
+    micro_batch_tokens: float,
+    row_tokens: float,
     cost: Callable[[int], float],
     unit: int,
 ) -> list[list[list[int]]]:
-    """Plan the rows of each rank, the costliest first.
+    """Plan the rows of each rank, the costliest first: result[rank][row] has numbers of samples.
 
-    Args:
-        samples: the samples of all ranks, in the packer's order.
-        packer: decides which sequences come together.
-        num_ranks: number of ranks that compute different rows.
-        most: positions that a row may have.
-        enough: positions after which a row gets longer only where much is shared.
-        cost: computes what a sequence costs, from its number of positions.
-        unit: number of consecutive samples that stay together, in this order, in one row.
-
-    Returns:
-        result[rank][i]: the numbers of the samples in the rank's row i.
+    The arguments are those of batching.divide, with the samples in the packer's order.
     """
     # Costs balance the ranks, and sizes fill the rows. In both, a prefix that a sequence shares
     # with the one before counts only once.
@@ -214,8 +204,8 @@ def plan_rows(
     for runs in packer.deal(costs, num_ranks):
         parts: list[SequenceRun] = []
         for run in runs:
-            parts += packer.runs(sizes, run, most, enough)
-        rows = _fill(sizes, parts, enough)
+            parts += packer.runs(sizes, run, micro_batch_tokens, row_tokens)
+        rows = _fill(sizes, parts, row_tokens)
         rows.sort(key=negative_cost)
         if packer.in_order:
             rows = [sorted(row) for row in rows]
@@ -273,8 +263,8 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _fill(sizes: Sizes, parts: Sequence[SequenceRun], enough: float) -> list[list[int]]:
-    """Put parts into rows of at most `enough` positions, or of one larger part.
+def _fill(sizes: Sizes, parts: Sequence[SequenceRun], row_tokens: float) -> list[list[int]]:
+    """Put parts into rows of at most `row_tokens` positions, or of one larger part.
 
     First-fit decreasing: the largest part goes first, each into the first row that has room.
     """
@@ -287,7 +277,7 @@ def _fill(sizes: Sizes, parts: Sequence[SequenceRun], enough: float) -> list[lis
         number = next(fitting, len(rows))
         if number == len(rows):
             rows.append([])
-            room.append(enough)
+            room.append(row_tokens)
         rows[number] += parts[index]
         room[number] -= size
     return rows

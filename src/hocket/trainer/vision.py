@@ -36,7 +36,7 @@ class Vision:
         self.token: int = model.config.image_token_id
         self._processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         blank = png(new("RGB", (BLANK_PIXELS, BLANK_PIXELS), "white"))
-        # It starts where `measure_blank` says; in a row, `inputs` puts it at the end.
+        # It stands behind two tokens where an architecture is checked, and elsewhere in rows.
         self.blank = Image(file=blank, name="", start=2, length=0, placeholder=self.token)
 
     def measure_blank(self, model: Any) -> Image:
