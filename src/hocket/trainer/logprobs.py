@@ -124,8 +124,7 @@ def token_logprobs(
 ) -> tuple[Tensor, ...]:
     """Compute log p(target), the entropy of p, and the token statistics, each float32 [b, t].
 
-    p is softmax(lm_head(hidden) / temperature). Its logits exist for `chunk_tokens` positions at a
-    time.
+    p is softmax(lm_head(hidden) / temperature). Logits exist for a chunk of positions at a time.
 
     Args:
         hidden_brh: the last hidden states of the rows.
