@@ -1,16 +1,28 @@
 """Operations counted by hand and by torch's own counter, which sees the products that really run."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.trainer.conftest import FAMILIES, SIZES, make_experts
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from hocket.config import LoraConfig, ModelConfig
-from hocket.trainer import flops
-from hocket.trainer.flops import known_peak, model_flops, peak_flops, step_flops
+from hocket.trainer import attention, flops
+from hocket.trainer.attention import Segments
+from hocket.trainer.flops import ALL, Shape, known_peak, model_flops, peak_flops, step_flops
 from hocket.trainer.lora import Adapter
+from support.training import CPU
 
 
 def load(path: str) -> PreTrainedModel:
@@ -27,6 +39,42 @@ def test_a_sliding_window_bounds_what_a_token_sees() -> None:
     per_pair = 3 * 2 * 2 * 4 * 8
     # 5 tokens that see themselves and one before: 1 + 2 + 2 + 2 + 2 pairs.
     assert step_flops(model, [5], 0) == model.per_position * 5 + per_pair * 9
+
+
+TYPES = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "windows"),
+    [
+        (MistralConfig, {}, (5, 5)),
+        (MistralConfig, {"sliding_window": None}, (ALL, ALL)),
+        (Qwen3MoeConfig, {"use_sliding_window": True}, (5, 5)),
+        (Qwen3MoeConfig, {"use_sliding_window": False}, (ALL, ALL)),
+        (Qwen2Config, {"use_sliding_window": True, "max_window_layers": 1}, (ALL, 5)),
+        (Qwen2Config, {"use_sliding_window": True, "layer_types": TYPES}, (5, ALL)),
+        (Qwen2Config, {"use_sliding_window": False, "max_window_layers": 1}, (ALL, ALL)),
+        # Settings that the model does not read, though its config keeps them.
+        (LlamaConfig, {}, (ALL, ALL)),
+        (LlamaConfig, {"layer_types": TYPES}, (ALL, ALL)),
+        (MistralConfig, {"layer_types": TYPES}, (5, 5)),
+    ],
+)
+def test_layers_have_the_windows_that_transformers_gives_their_attention(
+    kind: type[PreTrainedConfig], settings: dict[str, Any], windows: tuple[int, ...]
+) -> None:
+    config = kind(**SIZES | {"sliding_window": 5} | settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    assert Shape.of(model).windows == windows
+    computed: list[int | None] = []
+    for name, layer in model.named_modules():
+        if name.endswith("self_attn"):
+            layer.register_forward_pre_hook(
+                lambda _, args, options: computed.append(options["attention_mask"].window), with_kwargs=True
+            )
+    with torch.no_grad():
+        model.base_model(**Segments((9,), CPU).inputs(torch.arange(9)[None]), use_cache=False)
+    assert [window or ALL for window in computed] == [*windows]
 
 
 @pytest.mark.parametrize("model", ["tied_model", "untied_model", "experts_model", "adapter"])

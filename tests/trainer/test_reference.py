@@ -1,6 +1,7 @@
 """The reference policy against transformers' own log-probs, wherever it comes from and whatever the policy does."""
 
 import dataclasses
+import functools
 import json
 import random
 import threading
@@ -8,11 +9,14 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from hocket.algorithm.losses import LossOutput
+from hocket.client.server import ServerClient
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, TrainerError
+from hocket.trainer import reference
 from hocket.trainer.objective import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -140,6 +144,30 @@ def test_without_a_divergence_or_with_a_loss_of_its_own_there_is_nothing_to_meas
             assert len(trainer.learners) + len(trainer.tensors) == 1
     with make_trainer(ranks, tied_model) as trainer:
         assert trainer.measure([]) == []
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+async def test_an_answer_that_has_not_one_log_prob_for_each_token_is_refused_at_once(
+    more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, tries = ROLLOUTS[0], 0
+    count = len(rollout.token_ids) - 1  # of the prompt: the last token is scored apart
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal tries
+        if request.url.path == "/health":
+            return httpx.Response(200, text=fakes.health(tokenizer_sha256="same").model_dump_json())
+        tries += 1
+        scores = [{str(id_): {"logprob": -1.0}} for id_ in [*rollout.token_ids, 0]][: count + more]
+        last = {f"token_id:{rollout.token_ids[-1]}": -1.0}
+        choice = {"prompt_logprobs": scores, "logprobs": {"top_logprobs": [last]}}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    client = functools.partial(ServerClient, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(reference, "ServerClient", client)
+    with pytest.raises(ServerError, match=rf"/v1/completions answered {count + more} log-probs for a .* {count} tok"):
+        await reference._ask_until_answered("http://reference", "same", [rollout], None)
+    assert tries == 1
 
 
 class Scorer(BaseHTTPRequestHandler):

@@ -21,9 +21,10 @@ from hocket import config as config_module
 from hocket.common.vision import Stored, decoded
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer import batching, flops, memory, packing, prefixes
+from hocket.trainer import batching, flops, memory, packing
 from hocket.trainer.critic import ValueModel
 from hocket.trainer.policy import Policy, skeleton
+from hocket.trainer.prefixes import SharingPacker
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import export
 from hocket.trainer.weights import part_of
@@ -164,7 +165,7 @@ def test_other_pictures_are_shared_up_to_the_first_that_differs_and_never_to_the
     *_, one, other = make_seeing(tiny_vlm)
     assert one.sequence.token_ids == other.sequence.token_ids
     second = one.sequence.images[1].start
-    assert prefixes.starts([packing.keys(sample.sequence) for sample in (one, other)], math.inf) == [0, second]
+    assert SharingPacker().starts([one, other]) == [0, second]
     [[batch]] = pack([one, other], share=math.inf)
     assert batch.segments.starts == (0, second)
     assert len(batch.images) == 4 + 3

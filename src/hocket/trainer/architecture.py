@@ -29,9 +29,11 @@ WINDOW = 5
 # computes something else.
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "floor_scale")
-# The small row, in tokens: the prefix that the first and third sequences share, what follows on it
-# in the first and in the third, and the second sequence.
-SHARED, FIRST, THIRD, SECOND = 8, 11, 9, 13
+# Tokens of the small row.
+SHARED = 8  # the prefix that the first and third sequences share
+FIRST = 11  # the first sequence behind the prefix
+SECOND = 13  # the whole second sequence
+THIRD = 9  # the third sequence behind the prefix
 # Largest difference in float32, relative to the largest number. docs/architectures.md has how far
 # rounding goes; architectures that compute something else differ by more than .01.
 TOLERANCE = 1e-3
@@ -151,7 +153,7 @@ def _try(config: Any) -> Logits:
         problem = _compare(model, row, alone)
         if not problem:
             return logits
-        if problem.startswith(ITS_OWN):  # other weights would not change that
+        if problem.startswith(ITS_OWN):  # that is a matter of code, not of weights
             break
     raise TrainerError(f"{name} {problem}; {ADVICE}")
 
@@ -221,22 +223,18 @@ def _narrow_heads(config: Any) -> None:
 
 
 def _keep_kinds_of_layers(config: Any) -> None:
-    """Leave the first layers of the config, as many as have all kinds of layers.
-
-    A list with an element for each layer, in which some are equal, is a list of kinds.
-    """
+    """Leave the first layers of the config: LAYERS, or as many as have all kinds of layers."""
     num_layers = config.num_hidden_layers
     kept = min(num_layers, LAYERS)
-    by_layer = {}
+    kinds_by_name = {}
     for name, value in list(vars(config).items()):
-        if not isinstance(value, list) or len(value) != num_layers:
-            continue
-        if len(set(map(str, value))) == num_layers:
-            continue
-        by_layer[name] = value
-        for kind in value:
-            kept = max(kept, value.index(kind) + 1)
-    for name, kinds in by_layer.items():
+        # A list has the kind of each layer if it is as long, and not all of its elements differ.
+        is_by_layer = isinstance(value, list) and len(value) == num_layers
+        if is_by_layer and len(set(map(str, value))) < num_layers:
+            kinds_by_name[name] = value
+            for kind in value:
+                kept = max(kept, value.index(kind) + 1)  # the first layer of this kind
+    for name, kinds in kinds_by_name.items():
         setattr(config, name, kinds[:kept])
     config.num_hidden_layers = kept
 
@@ -279,7 +277,7 @@ def _compare(model: Any, row: TrialRow, alone: Sequence[Tensor]) -> str:
         actual_brh = hidden(row.ids_br)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{ITS_OWN} ({_short(error)})"
-    if "groups" not in vars(row.segments):  # no layer has used this cached property
+    if "groups" not in vars(row.segments):  # `attend` caches them there where it gets the segments
         return (
             "does not tell its attention where the sequences of a row begin: it keeps keyword "
             "arguments to itself"
@@ -296,8 +294,8 @@ def _compare(model: Any, row: TrialRow, alone: Sequence[Tensor]) -> str:
             "computes something random while it trains: other numbers at each call, or than in "
             "evaluation"
         )
-    is_equal = ~row.is_changed
-    if not _near(changed_brh[:, is_equal], actual_brh[:, is_equal], CAUSAL):
+    is_kept = ~row.is_changed
+    if not _near(changed_brh[:, is_kept], actual_brh[:, is_kept], CAUSAL):
         return "lets a token see later ones, or other sequences of its row"
 
     # Are its numbers those of the sequences alone? The first sequence has the positions that it has

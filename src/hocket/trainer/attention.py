@@ -31,7 +31,9 @@ ADVICE = "it can't be trained here: docs/architectures.md names the families tha
 class RowPart:
     """The part of a row that this rank computes: in this class, all of it.
 
-    extras/ulysses.py has a subclass for ranks that divide a row (trainer.sequence_parallel).
+    extras/ulysses.py has a subclass for ranks that divide a row (trainer.sequence_parallel). Each
+    has a part of the positions. In attention it has all positions, and a part of the heads:
+    `by_heads` and `by_positions` are the all-to-alls before and after.
     """
 
     size: int = 1  # number of ranks that compute the row together
@@ -85,7 +87,7 @@ class Segments:
 
     None where no prefix is shared: each segment sees its own positions.
     """
-    part: RowPart = WHOLE  # the part of the row that this rank computes
+    part: RowPart = WHOLE  # the part of the row that this rank computes; all else is of the row
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
@@ -190,12 +192,8 @@ def attend(
     Returns:
         [1, row, heads, d], and None in place of the weights.
     """
-    if isinstance(attention_mask, Reach):
-        reach = attention_mask
-        mask = None
-    else:
-        reach = Reach(sliding_window)
-        mask = attention_mask
+    reach = attention_mask if isinstance(attention_mask, Reach) else Reach(sliding_window)
+    mask = None if isinstance(attention_mask, Reach) else attention_mask
     _refuse(module, {"a mask of its own": mask, "softcap": softcap, "position_bias": position_bias})
     if segments is None:
         segments = Segments((query.shape[2],), query.device)
@@ -247,8 +245,8 @@ def reach_of_mask(
     Args:
         config: the model's config.
         local_size: positions of a window or of a chunk.
-        allow_is_causal_skip: False for a mask that shows some tokens more than causal attention.
-        use_vmap: True for a mask that a function computes, which may show fewer tokens.
+        allow_is_causal_skip: False for a mask that lets some tokens see more than causal attention.
+        use_vmap: True for a mask that a function computes, with which tokens may see less.
         others: arguments that don't change the result.
     """
     if use_vmap or not allow_is_causal_skip:
@@ -266,7 +264,7 @@ def choose_kernel(device: torch.device) -> str:
     """Switch `varlen_attn` to FlashAttention 3 where that works; returns the kernel's name."""
     if device.type != "cuda":
         return "torch's for CPUs"
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if torch.cuda.get_device_capability(device) != (9, 0):  # not a Hopper
         return "FlashAttention 2"
     try:
         activate_flash_attention_impl("FA3")

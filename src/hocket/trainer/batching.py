@@ -22,28 +22,32 @@ from hocket.trainer.attention import WHOLE, RowPart, Segments
 from hocket.trainer.packing import PLAIN, Packer, members_of_units, num_positions, plan_rows
 from hocket.types import Image, TokenSequence, TrainSample
 
-# Two tokens, one position, nothing trained: for a rank that has fewer rows than the others.
-_NO_TOKENS = TokenSequence(token_ids=array("I", (0, 0)), mask=(False, False), logprobs=(0.0, 0.0))
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch(LossBatch):
     """The input of one forward pass of one rank.
 
-    In the names of tensors b is 1 and r the row. t is the next-token axis, one sequence after
-    another: a number at t belongs to the token that is predicted there. n counts the trained
-    tokens.
+    In the names of tensors b is 1, and r and t are different axes. r is the row that the model
+    reads, in which a shared prefix is once. t is the next-token axis, with all positions of one
+    sequence after another: a number at t belongs to the token that is predicted there. n counts
+    the trained tokens.
+
+    Ranks that divide a row (trainer.sequence_parallel) have all of t, and each its part of r and n.
     """
 
     segments: Segments  # the row's segments, for attention
-    input_ids_br: Tensor  # [1, row], or this rank's part of it
+    input_ids_br: Tensor  # the tokens that are read
     target_ids_bt: Tensor  # the tokens that are predicted
-    trained_n: Tensor  # places on the axis t where the mask is True, in this rank's part
+    trained_n: Tensor  # places on the axis t where the mask is True
     row_n: Tensor  # places in `input_ids_br` of the positions that predict these
     lengths: tuple[int, ...]  # positions of each sequence along t
     unbiased_bt: Tensor  # True on sampled tokens of unbiased samples
     places: tuple[int, ...]  # places of the sequences among the samples that `divide` got
-    max_tokens: int  # most trained tokens of the micro-batches that ranks run at the same time
+    max_tokens: int
+    """Most trained tokens of the micro-batches that ranks run at the same time.
+
+    All of these ranks call the head as often as so many tokens need.
+    """
     images: tuple[Image, ...] = ()  # the row's images; `start` of each is its place in the row
 
 
@@ -84,43 +88,40 @@ def divide(
         samples: the samples of one update.
         micro_batch_tokens: positions that a micro-batch may have.
         num_ranks: number of ranks that compute different rows.
-        row_tokens: positions after which a row gets longer only where much is shared.
+        row_tokens: positions after which a row gets longer only where much is shared: on CPUs.
         cost: computes what a sequence costs, from its number of positions.
         packer: decides which sequences come together.
-        unit: number of consecutive samples that stay together, in this order, in one micro-batch.
+        unit: number of consecutive samples that stay together, in this order, in one micro-batch:
+            2 for the pairs of dpo and rm.
 
     Returns:
         result[rank][i]: the rank's micro-batch i, still to be built on its device.
     """
     # Everything below is in the packer's order; `places` leads back to `samples`. A unit is ordered
     # by its first sample.
-    num_units = len(samples) // unit
-    firsts = [samples[number * unit] for number in range(num_units)]
-    places = members_of_units(packer.order(firsts), unit)
+    places = members_of_units(packer.order(samples[::unit]), unit)
     packed = [samples[place] for place in places]
     trained = [sample.sequence.mask[1:].count(True) for sample in packed]
     plans = plan_rows(
         packed,
         packer,
         num_ranks,
-        most=micro_batch_tokens,
-        enough=min(row_tokens, micro_batch_tokens),
+        micro_batch_tokens=micro_batch_tokens,
+        row_tokens=min(row_tokens, micro_batch_tokens),
         cost=cost,
         unit=unit,
     )
 
     # Ranks run their rows i at the same time: rows without samples make their numbers equal.
-    blank = _blank(packed[0])
     result: list[list[PackedRow]] = [[] for _ in plans]
     for rows_of_ranks in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = 0
         for row in rows_of_ranks:
             max_tokens = max(max_tokens, sum(trained[number] for number in row))
         for rank, row in enumerate(rows_of_ranks):
-            numbers = sorted(row) if packer.in_order else row
             packed_row = PackedRow(
-                samples=[packed[number] for number in numbers] or [blank],
-                places=tuple(places[number] for number in numbers),
+                samples=[packed[number] for number in row] or [_blank(packed[0])],
+                places=tuple(places[number] for number in row),
                 packer=packer,
                 max_tokens=max_tokens,
                 num_tokens_global=sum(trained),
@@ -131,10 +132,11 @@ def divide(
 
 
 def _blank(sample: TrainSample) -> TrainSample:
-    """Make a sample without a trained token, with the columns of another."""
+    """Make a sample of one position, without a trained token, with the columns of another."""
     zeros = (0.0, 0.0)
+    sequence = TokenSequence(token_ids=array("I", (0, 0)), mask=(False, False), logprobs=zeros)
     columns = dict.fromkeys(sample.columns, zeros)
-    return TrainSample(sequence=_NO_TOKENS, advantages=zeros, columns=columns)
+    return TrainSample(sequence=sequence, advantages=zeros, columns=columns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +168,8 @@ class PackedRow:
         row = _lay_out(ids, starts, device, part)
         input_ids_br = part.of_row(torch.from_numpy(row.ids_r)[None])
 
-        # Find the positions that predict a trained token, in this rank's part of the row.
+        # Find the positions that predict a trained token. Those of other ranks' parts of the row
+        # are outside of this part.
         mask_bt = along_t("mask")
         trained_n = mask_bt[0].nonzero()[:, 0]
         size = input_ids_br.shape[1]
@@ -199,7 +202,7 @@ class PackedRow:
 
 
 class _Layout(NamedTuple):
-    """The tokens of a row, and the places of its sequences."""
+    """A row of tokens, its segments, and the places of its sequences."""
 
     segments: Segments
     ids_r: np.ndarray  # token ids, int64 [row]
@@ -209,48 +212,45 @@ class _Layout(NamedTuple):
 def _lay_out(
     sequences: Sequence[np.ndarray], starts: Sequence[int], device: torch.device, part: RowPart
 ) -> _Layout:
-    """Lay sequences of token ids one after another.
+    """Lay sequences of token ids one after another, each without its prefix.
 
-    Each leaves out its first `starts` positions, which it shares with the sequence before.
+    starts[i] is the length of the prefix that sequence i shares with the sequence before.
     """
     added = [ids[start:] for ids, start in zip(sequences, starts, strict=True)]
-    lengths = [len(ids) for ids in sequences]
-    starts = list(starts)
+    places = row_places(list(map(len, sequences)), starts)
+    segments: list[tuple[int, int, np.ndarray]] = []  # (length, start, places) of each
+    for ids, start, places_of_one in zip(added, starts, places, strict=True):
+        # A sequence that adds nothing has no segment: it is the one before, or its beginning.
+        if len(ids):
+            segments.append((len(ids), start, places_of_one))
 
-    # Ranks that divide a row have parts of equal size: a sequence of zeros fills the last part.
-    padding = -sum(map(len, added)) % part.size
+    # Ranks that divide a row have parts of equal size: a segment of zeros fills the last part.
+    num_tokens = sum(map(len, added))
+    padding = -num_tokens % part.size
     if padding:
         added.append(np.zeros(padding, np.int64))
-        lengths.append(padding)
-        starts.append(0)
-    places = row_places(lengths, starts)
-
-    # A sequence that adds nothing to the row has no segment: the one before has all its positions.
-    segment_lengths = []
-    segment_starts = []
-    segment_places = []
-    for number, ids in enumerate(added):
-        if len(ids):
-            segment_lengths.append(len(ids))
-            segment_starts.append(starts[number])
-            segment_places.append(places[number])
+        segments.append((padding, 0, np.arange(num_tokens, num_tokens + padding)))
     key_places = None
     if any(starts):
-        key_places = torch.from_numpy(np.concatenate(segment_places))
-    segments = Segments(
-        lengths=tuple(segment_lengths),
-        device=device,
-        starts=tuple(segment_starts),
-        key_places=key_places,
-        part=part,
+        key_places = torch.from_numpy(np.concatenate([seen for _, _, seen in segments]))
+    return _Layout(
+        segments=Segments(
+            lengths=tuple(length for length, _, _ in segments),
+            device=device,
+            starts=tuple(start for _, start, _ in segments),
+            key_places=key_places,
+            part=part,
+        ),
+        ids_r=np.concatenate(added),
+        places=places,
     )
-    return _Layout(segments, np.concatenate(added), places)
 
 
 def row_places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
     """List the places in the row of each sequence's positions: arrays of its length.
 
-    The first `starts` places are those of the sequence before; the others follow in the row.
+    The first starts[i] places of sequence i are those of the sequence before; the others follow in
+    the row.
     """
     result: list[np.ndarray] = []
     places = np.arange(0)
@@ -268,7 +268,7 @@ def _images(
 ) -> tuple[Image, ...]:
     """List the images of a row in order, those of a shared prefix once."""
     images = []
-    for sample, sample_places, start in zip(samples, places, starts, strict=False):
+    for sample, sample_places, start in zip(samples, places, starts, strict=True):
         for image in sample.sequence.images:
             if image.start >= start:  # else the sequence before has it
                 place = int(sample_places[image.start])

@@ -51,7 +51,7 @@ def critic(config: Config) -> Auxiliary | None:
     return Auxiliary(
         model=model,
         learns=True,
-        delay=settings.warmup_steps,
+        delay=settings.warmup_steps,  # the policy begins to learn after these
         column="values",
         load=functools.partial(_load, settings, model),
     )

@@ -23,8 +23,8 @@ from hocket.trainer.weights import head_of, part_of
 ALL = 1 << 40  # the window of a layer without a window
 # A measured product takes at least this many seconds: starting threads takes much of a shorter one.
 MEASURED_S = 2e-3
-# Dense 16-bit operations per second with float32 sums, from the data sheets. A name comes before
-# its own beginning, as the first match counts.
+# Dense 16-bit operations per second with float32 sums, from the data sheets. The first name in that
+# of a device counts, so "H100 PCIe" comes before "H100".
 PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -53,7 +53,10 @@ class Shape(NamedTuple):
 
     @property
     def key_share(self) -> float:
-        """Memory of a key and a value in a layer, over that of all activations of a position."""
+        """Memory of a key and a value in a layer, over that of all activations of a position.
+
+        The layer keeps as many numbers as memory.py estimates.
+        """
         return 2 * self.key / (3 * self.query + 2 * self.key + 4 * self.inner)
 
     @classmethod
@@ -65,7 +68,7 @@ class Shape(NamedTuple):
         text.allow_global_per_layer_attribute_access = True
 
         def size(name: str, default: int) -> int:
-            return getattr(text, name, None) or default
+            return getattr(text, name, None) or default  # None and 0 also mean "not set"
 
         heads = size("num_attention_heads", 1)
         head = size("head_dim", text.hidden_size // heads)
@@ -76,9 +79,13 @@ class Shape(NamedTuple):
         if experts:
             inner = experts * size("moe_intermediate_size", inner)
 
-        # A config that has a window and no list of layer types uses the window in all layers.
-        kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
-        window = size("sliding_window", ALL)
+        # A config also keeps settings that its model does not read, as a Llama made from a Mistral
+        # has `sliding_window`; those that the model reads are declared by the config's class. A
+        # window without layer types is that of all layers (Mistral, Qwen 3 MoE).
+        window = size("sliding_window", ALL) if hasattr(type(text), "sliding_window") else ALL
+        kinds = text.layer_types if hasattr(type(text), "layer_types") else None
+        if kinds is None:
+            kinds = ["sliding_attention"] * text.num_hidden_layers
         windows = tuple(window if kind == "sliding_attention" else ALL for kind in kinds)
         return cls(
             layers=text.num_hidden_layers,
@@ -167,6 +174,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         peak = known_peak(torch.cuda.get_device_name(device))
         if peak is not None:
             return peak
+    # Measure larger and larger products, until one takes long enough to be measured well.
     size = 256
     best = 0.0
     while best < MEASURED_S and size < 4096:

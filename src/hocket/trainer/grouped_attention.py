@@ -59,8 +59,10 @@ class SegmentGroup(NamedTuple):
 
         Returns bool that broadcasts to [segments, heads, queries, keys].
         """
-        keys = torch.arange(self.keys.shape[1], device=self.keys.device)
-        positions = keys[:, None] if self.positions is None else self.positions[:, None, :, None]
+        keys = torch.arange(self.keys.shape[1], device=self.keys.device)  # [keys]
+        positions = keys[:, None]  # [queries, 1]: query i is at position i
+        if self.positions is not None:
+            positions = self.positions[:, None, :, None]  # [segments, 1, queries, 1]
         mask = keys <= positions
         if reach.window is not None:
             mask = mask & (keys > positions - reach.window)
@@ -100,7 +102,8 @@ def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | Non
         lengths_s1 = lengths_s[members_s1]
         ends_s1 = ends_s[members_s1]
 
-        # Count the places back from the last position, which also stands for the padding.
+        # Count each place from the segment's last one backwards. So the padding, 0 steps back,
+        # repeats the last position.
         steps_back_sq = _steps_back(lengths_s1)
         queries_sq = last_query_s[members_s1] - steps_back_sq
         keys_sk = queries_sq  # each segment sees its own positions
@@ -111,7 +114,7 @@ def divide(lengths: Sequence[int], ends: Sequence[int], key_places: Tensor | Non
             positions_sq = ends_s1 - 1 - steps_back_sq
         groups.append(SegmentGroup(queries_sq, keys_sk, positions_sq))
 
-        # The row takes no results of the padding.
+        # Tell each position of the row where its result will be; padding has no place in the row.
         is_real_sq = torch.arange(queries_sq.shape[1]) < lengths_s1
         restore[queries_sq[is_real_sq]] = num_results + is_real_sq.flatten().nonzero()[:, 0]
         num_results += is_real_sq.numel()
@@ -145,12 +148,13 @@ def attend_in_groups(
         value_shld = _gathered(value_rhd, group.keys)
 
         # Padding needs no mask: it stands behind, where no real position looks.
-        is_bounded = not reach.within(group.keys.shape[1]).is_unbounded
-        is_causal = group.positions is None and not is_bounded and sinks_h is None
+        is_unbounded = reach.within(group.keys.shape[1]).is_unbounded
+        is_causal = group.positions is None and is_unbounded and sinks_h is None
         mask = None if is_causal else group.mask(reach)
         if sinks_h is not None:
-            # A sink is a key before all others that each position sees, with value 0. Its logit
-            # comes from a further dimension of queries and keys, padded to 8 as kernels want it.
+            # A sink is one more key, before all others, that each position sees, with value 0. A
+            # further dimension gives its logit: sink / scaling in queries, 1 in the sink's key, 0
+            # in all other keys. The width grows by 8, as kernels want multiples of it.
             query_shld = pad(query_shld, (0, 8))
             key_shld = pad(key_shld, (0, 8, 1, 0))
             query_shld[..., -1] = sinks_h[:, None] / scaling

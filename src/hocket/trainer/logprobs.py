@@ -1,5 +1,6 @@
 """Compute the log-probabilities of target tokens, without the logits of a whole batch in memory."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,9 +48,9 @@ class TokenStatistics:
                 return [logprobs_cv.amax(dim=-1)]
 
             def sums(
-                self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
+                self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *numbers: Tensor
             ) -> dict[str, Tensor]:
-                highest_bt = of_tokens[0].exp().where(batch.mask_bt, 0.0)
+                highest_bt = numbers[0].exp().where(batch.mask_bt, 0.0)
                 return {"highest": highest_bt.sum() / batch.num_tokens_global}
 
         @token_statistics("highest")
@@ -70,12 +71,12 @@ class TokenStatistics:
         raise NotImplementedError
 
     def sums(
-        self, batch: "TrainBatch", logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
+        self, batch: "TrainBatch", logprobs_bt: Tensor, entropy_bt: Tensor, *numbers: Tensor
     ) -> dict[str, Tensor]:
         """Sum a micro-batch's numbers into metrics of the step.
 
         Args:
-            of_tokens: the numbers that `of_tokens` computed, [b, t] each, and 0 where the batch's
+            numbers: the numbers that `of_tokens` computed, [b, t] each, and 0 where the batch's
                 mask is False.
         """
         raise NotImplementedError
@@ -123,9 +124,7 @@ def token_logprobs(
 ) -> tuple[Tensor, ...]:
     """Compute log p(target), the entropy of p, and the token statistics, each float32 [b, t].
 
-    p is softmax(lm_head(hidden) / temperature). Logits exist for `chunk_tokens` positions at a
-    time. The backward pass computes them again. Without `recomputes` it uses log p as the forward
-    pass computed it, which takes 4 bytes per position and token of the vocabulary.
+    p is softmax(lm_head(hidden) / temperature). Logits exist for a chunk of positions at a time.
 
     Args:
         hidden_brh: the last hidden states of the rows.
@@ -134,61 +133,33 @@ def token_logprobs(
         target_ids_bt: the token to predict at each place.
         temperature: the sampling temperature of p.
         chunk_tokens: positions per call of the head.
-        trained_n: places in the flattened [b, t] whose results are computed; elsewhere these are 0.
-            Places rather than a mask: with a mask, the host would wait for the device.
-        row_n: places of the same n positions in the flattened [b, r] of the hidden states.
+        trained_n: places in the flattened [b, t] of the n tokens whose results are computed; all
+            other results are 0. With a mask in place of places, the host would wait for the device.
+        row_n: places in the flattened [b, r] of the hidden states that predict these n tokens.
         max_tokens: the head is called as often as this many positions need, which must be the same
             on all ranks.
-        entropy_gradient: whether the entropy has a gradient; it costs another pass over a chunk's
-            logits.
-        recomputes: whether the backward pass computes the logits again.
+        entropy_gradient: whether the entropy has a gradient; it costs another pass over the logits.
+        recomputes: whether the backward pass computes the logits again. If not, log p is kept for
+            it, which takes 4 bytes per position and token of the vocabulary.
         statistics: what else is computed from p.
     """
     hidden_nh = hidden_brh.flatten(0, 1).index_select(0, row_n)
     targets_n = target_ids_bt.flatten().index_select(0, trained_n)
-
-    def compute_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, ...]:
-        logits_cv = lm_head(hidden_ch).float()
-        if temperature != 1:
-            logits_cv = logits_cv / temperature
-        logprobs_cv = logits_cv.log_softmax(dim=-1)
-        logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
-
-        with torch.no_grad():
-            probs_cv = logprobs_cv.exp()
-            # −p log p, and 0 where p is 0. It overwrites p to save memory.
-            entropies_cv = torch.special.entr(probs_cv, out=probs_cv)
-            entropy_c = entropies_cv.sum(dim=-1)
-            numbers: Sequence[Tensor] = ()
-            if statistics:
-                numbers = statistics.of_tokens(logprobs_cv, entropies_cv, entropy_c)
-
-        # The differentiable entropy comes last: the backward pass recomputes this function only up
-        # to the last tensor that it needs.
-        if entropy_gradient and torch.is_grad_enabled():
-            finite_cv = logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)
-            entropy_c = -(logprobs_cv.exp() * finite_cv).sum(dim=-1)
-        return logprobs_c, entropy_c, *numbers
+    columns_of: Callable[[Tensor, Tensor], tuple[Tensor, ...]] = functools.partial(
+        _columns_of_chunk, lm_head, temperature, entropy_gradient, statistics
+    )
+    if recomputes:
+        columns_of = functools.partial(
+            checkpoint, columns_of, use_reentrant=False, preserve_rng_state=False
+        )
 
     # Every rank calls the head equally often, with empty chunks at the end if it has fewer
     # positions: each call gathers weights from all ranks (ZeRO-3).
-    num_tokens = max(len(targets_n), max_tokens)
-    num_chunks = max(1, -(-num_tokens // chunk_tokens))  # rounded up
+    num_tokens = max(len(targets_n), max_tokens, 1)
     chunks = []
-    for start in range(0, num_chunks * chunk_tokens, chunk_tokens):
-        hidden_ch = hidden_nh[start : start + chunk_tokens]
-        targets_c = targets_n[start : start + chunk_tokens]
-        if recomputes:
-            columns = checkpoint(
-                compute_chunk,
-                hidden_ch,
-                targets_c,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        else:
-            columns = compute_chunk(hidden_ch, targets_c)
-        chunks.append(columns)
+    for start in range(0, num_tokens, chunk_tokens):
+        end = start + chunk_tokens
+        chunks.append(columns_of(hidden_nh[start:end], targets_n[start:end]))
 
     # Join the chunks of each column, and put the n values back to their places.
     zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_brh.device)
@@ -197,3 +168,35 @@ def token_logprobs(
         values_n = torch.cat(parts)
         results.append(zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt))
     return tuple(results)
+
+
+def _columns_of_chunk(
+    lm_head: Callable[[Tensor], Tensor],
+    temperature: float,
+    entropy_gradient: bool,
+    statistics: TokenStatistics | None,
+    hidden_ch: Tensor,
+    targets_c: Tensor,
+) -> tuple[Tensor, ...]:
+    """Compute the results of `token_logprobs` for a chunk of c tokens, [c] each."""
+    logits_cv = lm_head(hidden_ch).float()
+    if temperature != 1:
+        logits_cv = logits_cv / temperature
+    logprobs_cv = logits_cv.log_softmax(dim=-1)
+    logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
+
+    # The backward pass computes this function again only up to the last tensor that it needs: up to
+    # here, unless the entropy has a gradient.
+    with torch.no_grad():
+        probs_cv = logprobs_cv.exp()
+        # −p log p, and 0 where p is 0. It overwrites p to save memory.
+        entropies_cv = torch.special.entr(probs_cv, out=probs_cv)
+        entropy_c = entropies_cv.sum(dim=-1)
+        numbers: Sequence[Tensor] = ()
+        if statistics:
+            numbers = statistics.of_tokens(logprobs_cv, entropies_cv, entropy_c)
+
+    if entropy_gradient and torch.is_grad_enabled():
+        finite_cv = logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)
+        entropy_c = -(logprobs_cv.exp() * finite_cv).sum(dim=-1)
+    return logprobs_c, entropy_c, *numbers

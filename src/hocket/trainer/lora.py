@@ -39,9 +39,9 @@ from hocket.trainer.weights import (
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # with which PEFT's names in a file begin
-# Settings of PEFT that do not change what an adapter computes, besides its scale: they say where it
-# is and how it was trained.
-PLAIN = {
+# Settings of PEFT that an adapter may have and still be exported: they name its layers, its scale
+# and how it was trained, and don't change what it computes.
+EXPORTED = {
     "r",
     "lora_alpha",
     "base_model_name_or_path",
@@ -122,18 +122,20 @@ class Adapter(Weights):
             )
         chosen = self._lora.targets
         targets = last_parts if chosen == "all-linear" else sorted(chosen)
+        adapted: set[str] = set()
         for target in targets:
-            if not any(f".{name}".endswith(f".{target}") for name in layers):
+            matching = [name for name in layers if f".{name}".endswith(f".{target}")]
+            if not matching:
                 raise ConfigError(
                     f"model.lora.targets: {path} has no linear layer {target!r} besides its output "
                     f"head, only {', '.join(last_parts)}"
                 )
+            adapted.update(matching)
         if not is_multimodal(model.config):
             return targets
 
         # Layers of the vision tower may have the same names, so each layer is named in full.
-        endings = tuple(f".{target}" for target in targets)
-        return [name for name in layers if f".{name}".endswith(endings)]
+        return [name for name in layers if name in adapted]
 
     def notice(self, model: Any) -> None:
         """Warn that the experts of a mixture are not adapted, where they are not linear layers."""
@@ -235,13 +237,13 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
 def _more_than_products(values: dict[str, Any]) -> list[str]:
     """List the settings of an adapter with which it is more than W + alpha / r · B A.
 
-    These are the settings that are not PEFT's defaults, PLAIN left out.
+    These are the settings that are not PEFT's defaults, those in EXPORTED left out.
     """
     import peft
 
     defaults = peft.LoraConfig().to_dict()  # type: ignore[no-untyped-call]
     defaults["peft_type"] = "LORA"
-    names = [name for name in values.keys() - PLAIN if values[name] != defaults.get(name)]
+    names = [name for name in values.keys() - EXPORTED if values[name] != defaults.get(name)]
     return sorted(f"{name}={values[name]}" for name in names)
 
 
@@ -265,16 +267,15 @@ def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) ->
     for name, parameter in model.named_parameters():
         layer = f"{_FILE_PREFIX}{published_name(model, name.removesuffix('.weight'))}"
         whole = f"{layer}.weight"
-        if whole in unused:
-            parameter.data.copy_(unused.pop(whole))
         name_a = f"{layer}.lora_A.weight"
         name_b = f"{layer}.lora_B.weight"
-        if name_a not in unused or name_b not in unused:
-            continue
-        update = unused[name_b].float() @ unused[name_a].float() * scale
-        if update.shape == parameter.shape:
-            parameter.data += update.to(parameter.dtype)
-            del unused[name_a], unused[name_b]
+        if whole in unused:
+            parameter.data.copy_(unused.pop(whole))
+        if name_a in unused and name_b in unused:
+            update = unused[name_b].float() @ unused[name_a].float() * scale
+            if update.shape == parameter.shape:
+                parameter.data += update.to(parameter.dtype)
+                del unused[name_a], unused[name_b]
     if unused:
         raise ConfigError(
             f"the adapter was trained on another model than {path}: {min(unused)!r} does not fit; "

@@ -21,7 +21,7 @@ SequenceRun = Sequence[int]
 
 
 class Sizes(NamedTuple):
-    """Sizes of sequences, in the packer's order."""
+    """Sizes of sequences in the packer's order: their costs or, in a row, their positions."""
 
     first: Sequence[float]  # size of each sequence where it is the first of a row
     added: Sequence[float]  # what each adds to a row that has the sequence before it
@@ -34,9 +34,10 @@ class Sizes(NamedTuple):
 class Packer:
     """Packs sequences into rows, each sequence whole: the plain way (trainer.share_prefixes=false).
 
-    A subclass may let a row hold a prefix that sequences share only once. It orders the sequences,
-    and each adds to a row what it does not share with the sequence before. `trainer.share_prefixes`
-    names the subclass, with the options that `__init__` takes.
+    A subclass may have rows hold a shared prefix once. `order` puts the sequences that share one
+    side by side, and `starts` counts what each shares with the sequence before. `deal` then divides
+    the sequences among ranks, and `runs` those of a rank among rows. `trainer.share_prefixes` names
+    the subclass, with the options that `__init__` takes.
 
     Example: a plugin that shares whole sequences only, those that are equal but for the last token.
 
@@ -128,8 +129,8 @@ def num_positions(sample: TrainSample) -> int:
 def keys(sequence: TokenSequence) -> np.ndarray:
     """Give each token a number, such that equal numbers mean equal input: int64 [tokens].
 
-    The numbers are token ids and, in place of an image's tokens, a hash of the image: all images
-    have the same token ids.
+    These have nothing to do with attention's keys. They are token ids and, in place of an image's
+    tokens, a hash of the image: all images have the same token ids.
     """
     ids = np.array(sequence.token_ids, np.int64)
     for image in sequence.images:
@@ -154,7 +155,8 @@ def check_fits(
             "there is nothing to train on: no sample has a trained token; leave out this step"
         )
 
-    # A sequence may begin a row, and shares nothing there. Within a unit, sequences do share.
+    # The first sequence of a row shares nothing, and any sequence, or unit, may be the first. The
+    # other sequences of a unit do share with the ones before.
     lengths = list(map(num_positions, samples))
     starts = packer.starts(samples) if unit > 1 else [0] * len(samples)
     longest = math.ceil(max(sizes_of_units(lengths, starts, packer.key_share, unit).first))
@@ -173,24 +175,14 @@ def plan_rows(
     packer: Packer,
     num_ranks: int,
     *,
-    most: float,
-    enough: float,
+    micro_batch_tokens: float,
+    row_tokens: float,
     cost: Callable[[int], float],
     unit: int,
 ) -> list[list[list[int]]]:
-    """Plan the rows of each rank, the costliest first.
+    """Plan the rows of each rank, the costliest first: result[rank][row] has numbers of samples.
 
-    Args:
-        samples: the samples of all ranks, in the packer's order.
-        packer: decides which sequences come together.
-        num_ranks: number of ranks that compute different rows.
-        most: positions that a row may have.
-        enough: positions after which a row gets longer only where much is shared.
-        cost: computes what a sequence costs, from its number of positions.
-        unit: number of consecutive samples that stay together, in this order, in one row.
-
-    Returns:
-        result[rank][i]: the numbers of the samples in the rank's row i.
+    The arguments are those of batching.divide, with the samples in the packer's order.
     """
     # Costs balance the ranks, and sizes fill the rows. In both, a prefix that a sequence shares
     # with the one before counts only once.
@@ -206,15 +198,17 @@ def plan_rows(
     def negative_cost(row: Sequence[int]) -> float:
         return -sum(costs.first[number] for number in row)
 
-    # A run that is too long for a row is divided. Rows are then filled with short parts. Numbers
-    # are those of units until the end.
+    # A run that is too long for a row is divided. Rows are then filled with parts, the largest
+    # first, which mixes up their order. Numbers are those of units until the end.
     plans = []
     for runs in packer.deal(costs, num_ranks):
         parts: list[SequenceRun] = []
         for run in runs:
-            parts += packer.runs(sizes, run, most, enough)
-        rows = _fill(sizes, parts, enough)
+            parts += packer.runs(sizes, run, micro_batch_tokens, row_tokens)
+        rows = _fill(sizes, parts, row_tokens)
         rows.sort(key=negative_cost)
+        if packer.in_order:
+            rows = [sorted(row) for row in rows]
         plans.append([members_of_units(row, unit) for row in rows])
     return plans
 
@@ -269,8 +263,8 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _fill(sizes: Sizes, parts: Sequence[SequenceRun], enough: float) -> list[list[int]]:
-    """Put parts into rows of at most `enough` positions, or of one larger part.
+def _fill(sizes: Sizes, parts: Sequence[SequenceRun], row_tokens: float) -> list[list[int]]:
+    """Put parts into rows of at most `row_tokens` positions, or of one larger part.
 
     First-fit decreasing: the largest part goes first, each into the first row that has room.
     """
@@ -279,14 +273,11 @@ def _fill(sizes: Sizes, parts: Sequence[SequenceRun], enough: float) -> list[lis
     room: list[float] = []  # positions that each row has still room for
     for index in sorted(range(len(parts)), key=sizes_of_parts.__getitem__, reverse=True):
         size = sizes_of_parts[index]
-        chosen = len(rows)
-        for number, free in enumerate(room):
-            if free >= size:
-                chosen = number
-                break
-        if chosen == len(rows):
+        fitting = (number for number, free in enumerate(room) if free >= size)
+        number = next(fitting, len(rows))
+        if number == len(rows):
             rows.append([])
-            room.append(enough)
-        rows[chosen] += parts[index]
-        room[chosen] -= size
+            room.append(row_tokens)
+        rows[number] += parts[index]
+        room[number] -= size
     return rows

@@ -1,4 +1,4 @@
-"""Compute a prefix that sequences of a row share only once (trainer.share_prefixes).
+"""Compute a prefix once for all sequences of a row that share it (trainer.share_prefixes).
 
 Sequences are ordered by their tokens, and each adds to a row what it does not share with the one
 before. Attention copies the keys and values of the prefix for each (`Segments.key_places`).
@@ -14,7 +14,7 @@ from hocket.trainer.packing import Packer, SequenceRun, Sizes, balance, keys, pa
 from hocket.types import TrainSample
 
 LITTLE = 16  # a prefix is little if it is less than a 16th of what it is compared with
-PIECES = (1, 2, 4, 8)  # numbers of runs per rank that `deal` tries, at least
+PIECES = (1, 2, 4, 8)  # least numbers of runs per rank that `deal` tries
 LEAST = 8  # positions of the shortest prefix that is worth the bookkeeping
 
 
@@ -30,7 +30,10 @@ class SharingPacker(Packer):
 
     def starts(self, samples: Sequence[TrainSample]) -> list[int]:
         inputs = [keys(sample.sequence)[:-1] for sample in samples]  # no position reads the last
-        return starts(inputs, self.pairs)
+        result = [0]
+        for before, ids in itertools.pairwise(inputs):
+            result.append(shared_length(before, ids, self.pairs))
+        return result
 
     def runs(
         self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf
@@ -40,12 +43,12 @@ class SharingPacker(Packer):
         Beyond `enough` it is divided where little is shared. A single sequence may be larger.
         """
         runs: list[list[int]] = []
-        total = math.inf  # size of the last run; the first sequence begins one
+        total = 0.0  # size of the last run
         for number in run:
             total += sizes.added[number]
             saved = sizes.first[number] - sizes.added[number]
             is_long = total > enough and LITTLE * saved < total
-            if saved <= 0 or total > most or is_long:
+            if not runs or saved <= 0 or total > most or is_long:
                 runs.append([])
                 total = sizes.first[number]
             runs[-1].append(number)
@@ -54,8 +57,8 @@ class SharingPacker(Packer):
     def deal(self, costs: Sizes, num_ranks: int) -> list[list[SequenceRun]]:
         """Divide all sequences into runs, and the runs among ranks: result[rank].
 
-        Longer runs share more, shorter ones balance the ranks better. Some lengths are tried; with
-        the best of them, the slowest rank has the least to do.
+        Longer runs share more, shorter ones balance the ranks better. Runs of several lengths are
+        tried, and those are taken with which the slowest rank has the least to do.
         """
         everything = range(len(costs.first))
         if num_ranks == 1:
@@ -81,15 +84,7 @@ def _selected_sum(values: Sequence[float], indices: Sequence[int]) -> float:
     return sum(values[index] for index in indices)
 
 
-def starts(sequences: Sequence[np.ndarray], pairs: float) -> list[int]:
-    """Count the positions of the prefix that each sequence shares with the one before."""
-    result = [0]
-    for before, ids in itertools.pairwise(sequences):
-        result.append(in_common(before, ids, pairs))
-    return result
-
-
-def in_common(before: np.ndarray, ids: np.ndarray, pairs: float) -> int:
+def shared_length(before: np.ndarray, ids: np.ndarray, pairs: float) -> int:
     """Count the positions of the prefix that `ids` share with `before`; 0 if not worth sharing."""
     shorter = min(len(before), len(ids))
     differing = np.flatnonzero(before[:shorter] != ids[:shorter])
@@ -109,7 +104,7 @@ def is_worth_sharing(common: int, length: int, pairs: float) -> bool:
         pairs: pairs of tokens whose attention costs as much as all else does for one position;
             infinite with a kernel.
     """
-    # In pairs, the whole sequence costs length · pairs + length² / 2; behind a shared prefix, it
-    # costs (length - common) · (pairs + length). This compares the two.
+    # In pairs, the whole sequence costs length · pairs + length² / 2. Behind a shared prefix, it
+    # costs (length - common) · (pairs + length). The second is not more than the first if:
     saves_enough = common * 2 * (length + pairs) >= length**2
     return common >= LEAST and common * LITTLE >= length and saves_enough

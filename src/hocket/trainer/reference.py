@@ -103,7 +103,9 @@ class _ScoreRequest(Request[_Scores]):
 async def _ask_until_answered(
     url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
 ) -> list[list[float]]:
-    """Let a server score sampled tokens at temperature 1; retry after failures that may pass.
+    """Have a server compute the log-probs of sampled tokens at temperature 1.
+
+    Failures that may pass are retried after WAITS_S.
 
     Args:
         url: the server of the reference.
@@ -119,8 +121,8 @@ async def _ask_until_answered(
         try:
             return await _ask(url, sha256, sequences, token)
         except ServerError as error:
-            refused = error.status is not None and error.status < 500
-            if refused and error.outcome is not ErrorOutcome.AGAIN:
+            has_refused = error.status is not None and error.status < 500
+            if has_refused and error.outcome is not ErrorOutcome.AGAIN:
                 raise
             log.warning("%s; it is asked again in %g s", error, wait_s)
         await asyncio.sleep(wait_s)
@@ -141,18 +143,27 @@ async def _ask(
 
 
 async def _score(server: ServerClient, sequence: TokenSequence) -> list[float]:
-    """Return the log-prob of each token of a sequence, 0 where the token was not sampled."""
+    """Request the log-prob of each token of a sequence; 0 where the token was not sampled.
+
+    Raises ServerError if the answer has not one log-prob per token.
+    """
     ids = list(sequence.token_ids)
     prompt = ids[:-1]
     last_id = ids[-1]
     request = _ScoreRequest(prompt=prompt, logprob_token_ids=[last_id])
     (choice,) = (await server.ask(request, timeout_s=SCORE_TIMEOUT_S)).choices
+    prompt_logprobs = choice["prompt_logprobs"]
+    if len(prompt_logprobs) != len(prompt):
+        raise ServerError(
+            f"{server.url}{request.route} answered {len(prompt_logprobs)} log-probs for a prompt "
+            f"of {len(prompt)} tokens; serve algorithm.reference with the vLLM of this version",
+            code="protocol",
+            status=200,  # another try would be answered the same
+        )
 
     # vLLM has none for the first token, which no sequence has sampled.
     logprobs = []
-    for id_, is_sampled, by_id in zip(
-        prompt, sequence.mask[:-1], choice["prompt_logprobs"], strict=False
-    ):
+    for id_, is_sampled, by_id in zip(prompt, sequence.mask[:-1], prompt_logprobs, strict=True):
         logprobs.append(by_id[str(id_)]["logprob"] if is_sampled else 0.0)
     last_logprob = choice["logprobs"]["top_logprobs"][0][f"token_id:{last_id}"]
     logprobs.append(last_logprob if sequence.mask[-1] else 0.0)

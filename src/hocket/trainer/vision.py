@@ -36,6 +36,7 @@ class Vision:
         self.token: int = model.config.image_token_id
         self._processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         blank = png(new("RGB", (BLANK_PIXELS, BLANK_PIXELS), "white"))
+        # It stands behind two tokens where an architecture is checked, and elsewhere in rows.
         self.blank = Image(file=blank, name="", start=2, length=0, placeholder=self.token)
 
     def measure_blank(self, model: Any) -> Image:
@@ -100,7 +101,7 @@ class Vision:
         starts_n = torch.tensor([image.start for image in images])
         positions = []
         for places, length in zip(places_of_sequences, segments.lengths, strict=True):
-            grids = grids_n3[torch.isin(starts_n, places)]  # of the sequence's images
+            grids = grids_n3[torch.isin(starts_n, places)]  # of the images within the sequence
             ids_bt = ids_r[places][None]
             is_image_bt = (ids_bt == self.token).int()
             whole, _ = model.base_model.get_rope_index(ids_bt, is_image_bt, image_grid_thw=grids)

@@ -69,11 +69,11 @@ class Weights:
     def prepare(self, model: Any, seed: int) -> None:
         """Freeze what is not trained, and add parameters that the model lacks.
 
-        Raises ConfigError if the model lacks a part that the config names.
+        Raises ConfigError if the model lacks a part that the config names, or has no other part.
         """
         frozen = set(self.config.freeze)
         parts = {part_of(name) for name, _ in model.named_parameters()}
-        if not frozen < parts:
+        if not frozen < parts:  # a part that the model lacks, or all of its parts
             names = ", ".join(sorted(parts))
             raise ConfigError(
                 f"model.freeze: {self.config.path} has {names}; name some of these, but not all"
@@ -83,7 +83,10 @@ class Weights:
                 parameter.requires_grad_(False)
 
     def base(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Make the context in which the model computes as before training, without gradients."""
+        """Make the context in which the model computes as before training, without gradients.
+
+        Only an adapter can do this: the model under it is not trained.
+        """
         raise NotImplementedError
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -117,10 +120,9 @@ class Weights:
         scores = SCORE in tensors
         if self.config.freeze:
             model = load_model(path, dtype=dtype, scores=scores)
+            tensors = {name: p.data for name, p in model.named_parameters()} | tensors
         else:
             model = empty_model(path, scores=scores)
-        loaded = {name: p.data for name, p in model.named_parameters() if not p.is_meta}
-        tensors = loaded | tensors
 
         with contextlib.suppress(OSError):  # not every model has this file
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)
@@ -213,7 +215,7 @@ def write_beside(folder: Path, model: Any, tokenizer: Any, path: str) -> None:
 
 
 def _ends(ids: int | list[int] | None, tokenizer: Any) -> int | list[int] | None:
-    """Add the end of the chat template's turns to the ids that end an answer.
+    """Add the token that ends a turn of the chat template to `ids`, those that end an answer.
 
     The model was taught to end its turns with it, so servers must stop there.
     """
@@ -224,9 +226,7 @@ def _ends(ids: int | list[int] | None, tokenizer: Any) -> int | list[int] | None
     return [id_ for id_ in ends if id_ is not None] + [end]
 
 
-@functools.cache  # a template is rendered once, not at each publication
-def _end_of_turn(tokenizer: Any) -> int | None:
-    return end_of_turn(tokenizer)
+_end_of_turn = functools.cache(end_of_turn)  # a template is rendered once, not at each publication
 
 
 @functools.cache  # a hub is asked once
@@ -248,7 +248,10 @@ def part_of(name: str) -> str:
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give each tensor a storage object of its own, as safetensors refuses parts of a storage."""
+    """Give each tensor a storage object of its own, as safetensors refuses parts of a storage.
+
+    The memory stays the same: `from_dlpack` wraps it, and copies nothing.
+    """
     return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
 
 
@@ -269,8 +272,8 @@ def load_model(
     Args:
         path: a folder, or a name on the Hugging Face hub.
         random_init: whether all weights are drawn at random.
-        scores: whether to load a sequence classifier.
-        head: whether the logits are used; if not, files may lack the head.
+        scores: whether to load a sequence classifier, such as a reward model.
+        head: whether the logits are used; if not, as in a critic, files may lack the head.
         options: further options of `from_pretrained`.
     """
     tokenizers.check_is_model(path, "model.path")
