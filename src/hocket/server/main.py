@@ -27,7 +27,6 @@ from hocket.errors import ConfigError, ServerError, program, remedy
 from hocket.protocol import CURABLE
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
-from hocket.server.parts import PARTS
 from hocket.server.vllm_api import LOOK_S
 
 if TYPE_CHECKING:
@@ -95,6 +94,8 @@ def serve(config: Config) -> None:
         load_plugins(server.plugins)
 
         # Import the server's parts: some name modules that are imported while the engine loads.
+        from hocket.server.parts import PARTS
+
         list(PARTS.each())
 
         # Load the model. A signal ends the process at once until the event loop takes signals over.

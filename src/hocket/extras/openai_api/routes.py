@@ -91,7 +91,10 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
                 remembered=remembered,
             )
         if path == "/metrics":
-            route = Route(path, route.app, methods=["GET"])  # a mount takes any method
+            # A mount takes any method, and a Route would take this ASGI function for an endpoint.
+            metrics: Any = route
+            route = Route(path, metrics.app, methods=["GET"])
+            route.app = metrics.app
         app.router.routes.append(route)
     add_model_route(server, served_names(server))
     describe(app, ROUTES)
