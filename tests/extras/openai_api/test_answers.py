@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from hocket.extras.openai_api.answers import ENDS, Named, Recent, in_settings, sample_again
+from hocket.extras.openai_api.answers import ENDS, Recent, SampledRoute, in_settings, sample_again
 from hocket.extras.openai_api.limits import Strangers
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError
@@ -119,7 +119,7 @@ def named(app: FastAPI, path: str, outputs: Sequence[Any], bound: Strangers | No
     engine._condition = SimpleNamespace(version=7)
     (route,) = [route for route in app.router.routes if getattr(route, "path", None) == path]
     asked: Any = route
-    asked.app = Named(asked.app, engine=engine, strangers=bound or strangers(), remembered=Recent())
+    asked.app = SampledRoute(asked.app, engine=engine, strangers=bound or strangers(), remembered=Recent())
     app.state.outputs = outputs
     return wrap(engine, route)
 

@@ -26,7 +26,7 @@ from hocket.server.errors import ApiError
 
 logger = logging.getLogger("hocket")
 T = TypeVar("T")
-ANSWER: ContextVar["Answer | None"] = ContextVar("answer", default=None)
+ANSWER: ContextVar["ClientAnswer | None"] = ContextVar("answer", default=None)
 """The answer to the request that is being served."""
 
 MAX_STORED = 1000
@@ -42,7 +42,7 @@ FLAG = re.compile(rb"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 """A flag of vLLM's command line, which a user of hocket can't give."""
 
 
-class Named:
+class SampledRoute:
     """An ASGI app around a route of vLLM: it names the weight versions that sampled an answer.
 
     It also has a request sampled again that a weight sync has aborted, says in each protocol's own
@@ -63,7 +63,7 @@ class Named:
         self._remembered = remembered  # the versions of stored responses, by their ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = Answer(send, scope["path"], self._engine)
+        answer = ClientAnswer(send, scope["path"], self._engine)
         # A stored response is read again under its id, which is the engine's, too.
         if scope["method"] == "GET":
             stored_id = scope["path_params"].get("response_id")
@@ -89,7 +89,7 @@ class Named:
 
 
 def noted(
-    answer: "Answer",
+    answer: "ClientAnswer",
     remembered: "Recent[set[int]]",
     sample: vllm_api.Sample,
     generate: vllm_api.Generate,
@@ -112,7 +112,7 @@ def noted(
 
 
 async def _note_outputs(
-    answer: "Answer", outputs: AsyncGenerator[Any, None]
+    answer: "ClientAnswer", outputs: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[Any, None]:
     try:
         async with contextlib.aclosing(outputs):
@@ -169,7 +169,7 @@ class Recent(dict[str, T]):
             del self[next(iter(self))]
 
 
-class Answer:
+class ClientAnswer:
     """Send the answer of a route on to the client, with its weight versions in it."""
 
     def __init__(self, send: Send, path: str, engine: Engine) -> None:
@@ -290,6 +290,7 @@ def _failure(failure: Exception) -> ApiError:
 def error_event(path: str, error: ApiError) -> bytes:
     """Make the event that ends a stream of this route with an error."""
     text = f"{error}; {error.body.hint}"
+    event: dict[str, Any]
     if path.endswith("/messages"):
         return b"event: error\ndata: " + json.dumps(anthropic_error(error)).encode() + b"\n\n"
     if path.endswith("/responses"):

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from hocket.extras.openai_api import bodies
-from hocket.extras.openai_api.answers import Named, Recent, hide_known
+from hocket.extras.openai_api.answers import Recent, SampledRoute, hide_known
 from hocket.extras.openai_api.limits import Strangers
 from hocket.extras.openai_api.models import add_model_route, served_names
 from hocket.extras.openai_api.schema import describe
@@ -84,7 +84,7 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
             continue
         if path in NAMED:
             sampled: Any = route
-            sampled.app = Named(
+            sampled.app = SampledRoute(
                 sampled.app,
                 engine=server.engine,
                 strangers=strangers,
