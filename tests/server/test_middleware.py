@@ -229,6 +229,17 @@ async def test_a_target_may_be_a_whole_url_whose_host_counts() -> None:
         ) == [200, 200, 403, 404]
 
 
+async def test_a_target_that_is_neither_path_nor_url_is_asked_for_the_token_too() -> None:
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    targets = (b"//[x", b"http://[x", b"http:///x", b"*", b"http://u@localhost/x")
+    async with opened() as door:
+        for target in targets:
+            for method in (b"GET", b"HEAD"):
+                request = b"%b %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (method, target)
+                assert await statuses(door.port, request) == [401], (method, target)
+
+
 async def test_a_whole_url_needs_the_token_of_its_path() -> None:
     async with opened() as door:
         assert await statuses(
