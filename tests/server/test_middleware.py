@@ -230,8 +230,6 @@ async def test_a_target_may_be_a_whole_url_whose_host_counts() -> None:
 
 
 async def test_a_target_that_is_neither_path_nor_url_is_asked_for_the_token_too() -> None:
-    caplog: pytest.LogCaptureFixture,
-) -> None:
     targets = (b"//[x", b"http://[x", b"http:///x", b"*", b"http://u@localhost/x")
     async with opened() as door:
         for target in targets:

@@ -13,7 +13,7 @@ from hocket.extras.openai_api.answers import ENDS, Recent, SampledRoute, in_sett
 from hocket.extras.openai_api.limits import Strangers
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError
-from support.engines import asking, idle_engine, wrap
+from support.engines import asking, error_of, idle_engine, wrap
 
 
 def output(text: str, *versions: int, finish: str | None = None) -> Any:
@@ -113,13 +113,21 @@ async def test_an_engine_that_ends_is_said_in_each_protocol_s_form(path: str, ca
     assert (first, json.loads(last.partition("data: ")[2])) == ("data: {}", ENDINGS[path])
 
 
-def named(app: FastAPI, path: str, outputs: Sequence[Any], bound: Strangers | None = None) -> Any:
+def named(
+    app: FastAPI,
+    path: str,
+    outputs: Sequence[Any],
+    bound: Strangers | None = None,
+    remembered: dict[str, set[int]] | None = None,
+) -> Any:
     """A guard whose route `path` of `app` samples these outputs, and names their versions."""
     engine = idle_engine()
     engine._condition = SimpleNamespace(version=7)
     (route,) = [route for route in app.router.routes if getattr(route, "path", None) == path]
     asked: Any = route
-    asked.app = SampledRoute(asked.app, engine=engine, strangers=bound or strangers(), remembered=Recent())
+    asked.app = SampledRoute(
+        asked.app, engine=engine, strangers=bound or strangers(), remembered=Recent(remembered or {})
+    )
     app.state.outputs = outputs
     return wrap(engine, route)
 
@@ -226,10 +234,47 @@ async def test_one_request_too_many_is_told_when_to_come_again() -> None:
 
 
 def test_only_events_that_end_something_are_looked_into() -> None:
-    for event in (b'{"finish_reason":null}', b'{"text":"\\"finish_reason\\": \\"stop\\""}', b"event: message_start\n"):
+    begin = b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"output_tokens":0}}}'
+    counted = b'data: {"choices":[{"finish_reason":null}],"usage":{"total_tokens":2}}'  # continuous_usage_stats
+    quoted = b'data: {"text":"\\"finish_reason\\": \\"stop\\", \\"choices\\": []"}'
+    for event in (b'{"finish_reason":null}', quoted, begin, counted):
         assert not ENDS.search(event), event
-    for event in (b'{"finish_reason":"stop"}', b'{"usage":{}}', b"event: message_stop\n", b"event: response.failed\n"):
+    usage = b'data: {"choices":[],"usage":{"total_tokens":2}}'
+    named = (b"event: message_delta\n", b"event: message_stop\n", b"event: response.failed\n")
+    for event in (b'{"finish_reason":"stop"}', usage, *named):
         assert ENDS.search(event), event
+
+
+async def test_a_stored_response_has_the_versions_that_sampled_it_or_none_where_they_are_forgotten() -> None:
+    app = FastAPI()
+
+    @app.get("/v1/responses/{response_id}")
+    async def read(response_id: str) -> dict[str, str]:
+        return {"id": response_id}
+
+    guard = named(app, "/v1/responses/{response_id}", [], remembered={"resp_a": {3, 5}})
+    async with asking(guard) as http:
+        known = await http.get("/v1/responses/resp_a")
+        forgotten = await http.get("/v1/responses/resp_b")
+    assert (known.json(), known.headers["x-weight-version"]) == ({"id": "resp_a", "weight_versions": [3, 5]}, "3, 5")
+    assert forgotten.json() == {"id": "resp_b"}
+    assert "x-weight-version" not in forgotten.headers
+
+
+async def test_a_stored_response_is_not_streamed_again() -> None:
+    app = FastAPI()
+
+    @app.get("/v1/responses/{response_id}")
+    async def read(response_id: str) -> StreamingResponse:
+        async def events() -> AsyncGenerator[str, None]:
+            raise ValueError("Unknown response_id")  # as vLLM has it
+            yield ""
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async with asking(named(app, "/v1/responses/{response_id}", [])) as http:
+        answer = await http.get("/v1/responses/resp_a?stream=true")
+    assert error_of(answer) == (400, "no_stream")
 
 
 def test_flags_become_settings() -> None:

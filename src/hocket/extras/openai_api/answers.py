@@ -34,10 +34,18 @@ MAX_STORED = 1000
 FIELD = "weight_versions"
 HEADER = "x-weight-version"
 ENDS = re.compile(
-    rb'"finish_reason": ?"|"usage": ?{|event: response\.(completed|incomplete|failed)\n|'
-    rb"event: message_stop\n"
+    rb'"finish_reason": ?"|"choices": ?\[\]|event: response\.(completed|incomplete|failed)\n|'
+    rb"event: message_(delta|stop)\n"
 )
-"""A part of each event that ends a choice, the answer, or tells the tokens that it took."""
+"""A part of each event that ends a choice or the answer. The event of its usage has no choices."""
+ANTHROPIC_KINDS = {400: "invalid_request_error", 503: "overloaded_error"}
+"""Kinds of errors of the messages API, by status."""
+NO_STREAM = ApiError(
+    400,
+    "no_stream",
+    "a response is streamed only while it is sampled",
+    "leave out stream, and read it whole",
+)
 FLAG = re.compile(rb"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 """A flag of vLLM's command line, which a user of hocket can't give."""
 
@@ -64,11 +72,8 @@ class SampledRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = ClientAnswer(send, scope["path"], self._engine)
-        # A stored response is read again under its id, which is the engine's, too.
         if scope["method"] == "GET":
-            stored_id = scope["path_params"].get("response_id")
-            answer.versions.update(self._remembered.get(stored_id, ()))
-            return await self._app(scope, receive, answer.send)
+            return await self._read_again(scope, receive, answer)
 
         sample = vllm_api.SAMPLE.get()
         with contextlib.ExitStack() as stack:
@@ -86,6 +91,20 @@ class SampledRoute:
                     raise
                 answer.error = answer.error or _failure(failure)
                 await answer.fail(answer.error)
+
+    async def _read_again(self, scope: Scope, receive: Receive, answer: "ClientAnswer") -> None:
+        """Answer with a stored response, whose id is the engine's, too."""
+        answer.versions.update(self._remembered.get(scope["path_params"]["response_id"], ()))
+        # Other versions than those that sampled it would be wrong: better none.
+        answer.names_versions = bool(answer.versions)
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception as failure:
+            if not answer.has_begun:
+                raise
+            # vLLM begins a stream, and has no events: it keeps those of answers in the background.
+            has_no_events = isinstance(failure.__cause__ or failure, ValueError)
+            await answer.fail(NO_STREAM if has_no_events else _failure(failure))
 
 
 def noted(
@@ -174,6 +193,7 @@ class ClientAnswer:
 
     def __init__(self, send: Send, path: str, engine: Engine) -> None:
         self.versions = set[int]()  # those of the tokens sampled so far
+        self.names_versions = True
         self.error: ApiError | None = None  # the reason why the engine could not go on
         self._send = send
         self._path = path
@@ -239,7 +259,7 @@ class ClientAnswer:
         start = self._start
         self._start = None
         headers = MutableHeaders(raw=start["headers"])
-        if start["status"] == 200:
+        if start["status"] == 200 and self.names_versions:
             headers[HEADER] = ", ".join(map(str, self._numbers()))
         if length is not None:
             headers["content-length"] = str(length)
@@ -254,7 +274,7 @@ class ClientAnswer:
         assert self._start is not None
         if self._start["status"] != 200:
             return in_settings(body)
-        if not body.endswith(b"}"):
+        if not self.names_versions or not body.endswith(b"}"):
             return body
         return body[:-1] + f', "{FIELD}": {json.dumps(self._numbers())}}}'.encode()
 
@@ -302,7 +322,7 @@ def error_event(path: str, error: ApiError) -> bytes:
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Describe an error in the form of the messages API."""
-    kind = "overloaded_error" if error.status == 503 else "api_error"
+    kind = ANTHROPIC_KINDS.get(error.status, "api_error")
     message = f"{error}; {error.body.hint}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
