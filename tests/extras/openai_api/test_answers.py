@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from hocket.extras.openai_api.answers import ENDS, Recent, SampledRoute, in_settings, sample_again
+from hocket.extras.openai_api.answers import ENDS, Recent, Responses, SampledRoute, in_settings, sample_again
 from hocket.extras.openai_api.limits import Strangers
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError
@@ -259,6 +259,22 @@ async def test_a_stored_response_has_the_versions_that_sampled_it_or_none_where_
     assert (known.json(), known.headers["x-weight-version"]) == ({"id": "resp_a", "weight_versions": [3, 5]}, "3, 5")
     assert forgotten.json() == {"id": "resp_b"}
     assert "x-weight-version" not in forgotten.headers
+
+
+def test_the_oldest_of_many_responses_is_forgotten_and_so_is_one_whose_messages_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.extras.openai_api.answers.MAX_STORED", 2)
+    messages = Recent[str]()
+    responses = Responses(messages)
+    for key in ("a", "b"):
+        messages[key], responses[key] = "asked", "answer"
+    assert (responses.get("a"), responses.get("b")) == ("answer", "answer")
+    messages["c"] = "its client left before the answer"
+    assert (responses.get("a"), responses.get("b"), responses.get("c")) == (None, "answer", None)
+    for key in ("d", "e"):
+        messages[key], responses[key] = "asked", "answer"
+    assert list(responses) == list(messages) == ["d", "e"]
 
 
 async def test_a_stored_response_is_not_streamed_again() -> None:

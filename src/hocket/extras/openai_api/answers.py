@@ -188,6 +188,21 @@ class Recent(dict[str, T]):
             del self[next(iter(self))]
 
 
+class Responses(Recent[Any]):
+    """The stored responses. It lacks those whose messages are forgotten.
+
+    vLLM would go on from such a response without them, and say nothing.
+    """
+
+    def __init__(self, messages: Recent[Any]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Get a response by its id, or the default."""
+        return super().get(key, default) if key in self._messages else default
+
+
 class ClientAnswer:
     """Send the answer of a route on to the client, with its weight versions in it."""
 

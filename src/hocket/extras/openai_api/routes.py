@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from hocket.extras.openai_api import bodies
-from hocket.extras.openai_api.answers import Recent, SampledRoute, hide_known
+from hocket.extras.openai_api.answers import Recent, Responses, SampledRoute, hide_known
 from hocket.extras.openai_api.limits import Strangers
 from hocket.extras.openai_api.models import add_model_route, served_names
 from hocket.extras.openai_api.schema import describe
@@ -59,8 +59,8 @@ async def _start(server: Server) -> None:
     responses = state.openai_serving_responses
     if responses is not None:
         responses.enable_store = True
-        responses.response_store = Recent()
         responses.msg_store = Recent()
+        responses.response_store = Responses(responses.msg_store)
     # vLLM's handler of a dead engine would end this HTTP server. hocket's own watch ends it.
     state.server = None
 
