@@ -278,12 +278,14 @@ def test_the_oldest_of_many_responses_is_forgotten_and_so_is_one_whose_messages_
 
 
 async def test_a_stored_response_is_not_streamed_again() -> None:
+    from vllm.exceptions import VLLMValidationError
+
     app = FastAPI()
 
     @app.get("/v1/responses/{response_id}")
     async def read(response_id: str) -> StreamingResponse:
         async def events() -> AsyncGenerator[str, None]:
-            raise ValueError("Unknown response_id")  # as vLLM has it
+            raise VLLMValidationError("Unknown response_id")  # as vLLM does
             yield ""
 
         return StreamingResponse(events(), media_type="text/event-stream")

@@ -102,9 +102,9 @@ class SampledRoute:
         except Exception as failure:
             if not answer.has_begun:
                 raise
+            error = _failure(failure)
             # vLLM begins a stream, and has no events: it keeps those of answers in the background.
-            has_no_events = isinstance(failure.__cause__ or failure, ValueError)
-            await answer.fail(NO_STREAM if has_no_events else _failure(failure))
+            await answer.fail(NO_STREAM if error.status == 400 else error)
 
 
 def noted(
