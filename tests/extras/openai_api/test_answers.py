@@ -278,21 +278,17 @@ def test_the_oldest_of_many_responses_is_forgotten_and_so_is_one_whose_messages_
 
 
 async def test_a_stored_response_is_not_streamed_again() -> None:
-    from vllm.exceptions import VLLMValidationError
-
     app = FastAPI()
 
     @app.get("/v1/responses/{response_id}")
-    async def read(response_id: str) -> StreamingResponse:
-        async def events() -> AsyncGenerator[str, None]:
-            raise VLLMValidationError("Unknown response_id")  # as vLLM does
-            yield ""
-
-        return StreamingResponse(events(), media_type="text/event-stream")
+    async def read(response_id: str) -> dict[str, str]:
+        return {"id": response_id}
 
     async with asking(named(app, "/v1/responses/{response_id}", [])) as http:
-        answer = await http.get("/v1/responses/resp_a?stream=true")
-    assert error_of(answer) == (400, "no_stream")
+        for stream in ("true", "True", "1", "yes"):
+            assert error_of(await http.get(f"/v1/responses/resp_a?stream={stream}")) == (400, "no_stream")
+        for query in ("?stream=false", "?stream=0", "?include=a", ""):
+            assert (await http.get(f"/v1/responses/resp_a{query}")).json() == {"id": "resp_a"}
 
 
 def test_flags_become_settings() -> None:

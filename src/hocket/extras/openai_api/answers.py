@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,12 +41,6 @@ ENDS = re.compile(
 """A part of each event that ends a choice or the answer. The event of its usage has no choices."""
 ANTHROPIC_KINDS = {400: "invalid_request_error", 503: "overloaded_error"}
 """Kinds of errors of the messages API, by status."""
-NO_STREAM = ApiError(
-    400,
-    "no_stream",
-    "a response is streamed only while it is sampled",
-    "leave out stream, and read it whole",
-)
 FLAG = re.compile(rb"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 """A flag of vLLM's command line, which a user of hocket can't give."""
 
@@ -94,17 +89,14 @@ class SampledRoute:
 
     async def _read_again(self, scope: Scope, receive: Receive, answer: "ClientAnswer") -> None:
         """Answer with a stored response, whose id is the engine's, too."""
+        # vLLM would begin the stream, and then fail: it keeps no events of such a response.
+        if Request(scope).query_params.get("stream", "false").lower() not in ("false", "0"):
+            message = "a response is streamed only while it is sampled"
+            raise ApiError(400, "no_stream", message, "leave out stream, and read it whole")
         answer.versions.update(self._remembered.get(scope["path_params"]["response_id"], ()))
         # Other versions than those that sampled it would be wrong: better none.
         answer.names_versions = bool(answer.versions)
-        try:
-            await self._app(scope, receive, answer.send)
-        except Exception as failure:
-            if not answer.has_begun:
-                raise
-            error = _failure(failure)
-            # vLLM begins a stream, and has no events: it keeps those of answers in the background.
-            await answer.fail(NO_STREAM if error.status == 400 else error)
+        await self._app(scope, receive, answer.send)
 
 
 def noted(
