@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.routing import Route
+from starlette.routing import Mount
 
 from hocket.extras.openai_api import bodies
 from hocket.extras.openai_api.answers import Recent, Responses, SampledRoute, hide_known
@@ -80,7 +80,8 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
     remembered = Recent[set[int]]()
     for route in theirs.router.routes:
         path = getattr(route, "path", None)
-        if path not in ROUTES:
+        # vLLM has /metrics twice, and a mount takes any method.
+        if path not in ROUTES or isinstance(route, Mount):
             continue
         if path in NAMED:
             sampled: Any = route
@@ -90,11 +91,6 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
                 strangers=strangers,
                 remembered=remembered,
             )
-        if path == "/metrics":
-            # A mount takes any method, and a Route would take this ASGI function for an endpoint.
-            metrics: Any = route
-            route = Route(path, metrics.app, methods=["GET"])
-            route.app = metrics.app
         app.router.routes.append(route)
     add_model_route(server, served_names(server))
     describe(app, ROUTES)
