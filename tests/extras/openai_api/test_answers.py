@@ -1,5 +1,6 @@
 """What happens to vLLM's answers on their way to a client, with an engine that a test plays."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from hocket.common.tasks import cancel
 from hocket.extras.openai_api.answers import ENDS, Recent, Responses, SampledRoute, in_settings, sample_again
 from hocket.extras.openai_api.limits import Strangers
 from hocket.server import vllm_api
@@ -46,8 +48,8 @@ def params(*, stream: bool) -> Any:
     return SimpleNamespace(output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
 
 
-async def sampled(engine: Engine, *, stream: bool) -> list[str]:
-    outputs = sample_again(strangers(), engine, "prompt", params(stream=stream), "id")
+async def sampled(engine: Engine, *, stream: bool, bound: Strangers | None = None) -> list[str]:
+    outputs = sample_again(bound or strangers(), engine, "prompt", params(stream=stream), "id")
     return [each.outputs[0].text async for each in outputs]
 
 
@@ -294,3 +296,29 @@ async def test_a_stored_response_is_not_streamed_again() -> None:
 def test_flags_become_settings() -> None:
     message = b'"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
     assert in_settings(message) == b'"auto" tool choice requires server.engine.tool_call_parser to be set'
+
+
+async def test_a_client_that_leaves_keeps_no_slot_whether_it_waits_for_one_or_has_it() -> None:
+    bound = strangers()
+    bound.slots = asyncio.Semaphore(1)
+    begun, blocked = asyncio.Event(), asyncio.Event()
+
+    async def endless(params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        begun.set()
+        yield output("a", 1)
+        await blocked.wait()
+
+    async def ask() -> None:
+        async for _ in sample_again(bound, endless, "prompt", params(stream=True), "id"):
+            pass
+
+    first = asyncio.create_task(ask())
+    await begun.wait()
+    waiting = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    assert bound.slots.locked()
+    await cancel((waiting,))
+    assert bound.slots.locked()
+    await cancel((first,))
+    assert not bound.slots.locked()
+    assert await sampled(Engine([output("b", 1, finish="stop")]), stream=False, bound=bound) == ["b"]
