@@ -30,7 +30,14 @@ LAYERS = (  # the rooms by floors: a module imports from floors above its own li
     {"__main__"},
     {"extras"},
 )
-SERVED = ("extras.agents.sessions", "extras.delta.load", "extras.http_reward.serve", "extras.page", "extras.upload")
+SERVED = (
+    "extras.agents.sessions",
+    "extras.delta.load",
+    "extras.http_reward.serve",
+    "extras.openai_api",
+    "extras.page",
+    "extras.upload",
+)
 HOMES = {  # the only places that may import a package
     "vllm": {
         "server.vllm_api",
@@ -39,6 +46,7 @@ HOMES = {  # the only places that may import a package
         "server.vllm_text",
         "server.vllm_weights",
         "extras.checks.bitwise",
+        "extras.openai_api",
     },
     "fastapi": {"server", *SERVED},
     "starlette": {"server", *SERVED},

@@ -10,15 +10,18 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest
 from hocket.server import errors
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
-from hocket.server.state import Condition
+from hocket.server.state import ASLEEP, DEAD, STOPPING, Condition, EngineState
 from support import fakes
-from support.engines import asking, error_of, make_sampler, wrap
+from support.engines import asking, error_of, idle_engine, make_engine, make_llm, make_sampler, wrap
 
 
 class FakeEngine(Engine):
@@ -99,6 +102,19 @@ async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.Asy
         assert error_of(await http.get(path)) == (status, code)
 
 
+async def test_a_wrong_method_is_told_all_methods_of_the_path() -> None:
+    routes = [Route("/two", _nothing, methods=["POST"]), Route("/two", _nothing, methods=["DELETE"])]
+    async with asking(wrap(idle_engine(), *routes)) as http:
+        for path, methods in (("/generate", "POST"), ("/two", "DELETE, POST"), ("/health", "GET")):
+            answer = await http.patch(path)
+            assert error_of(answer) == (405, "method_not_allowed")
+            assert answer.headers["allow"] == methods, path
+
+
+async def _nothing(request: Request) -> Response:
+    return Response()
+
+
 SAMPLING = b'{"prompts": [[5]], "sampling": {%s}}'
 BAD = {
     "prompt is a number": b'{"prompts": [5]}',
@@ -122,6 +138,54 @@ BAD = {
     "integer of 5000 digits": b'{"prompts": [[' + b"9" * 5000 + b"]]}",
     "body over the limit": b'{"prompts": ["' + b"a" * (2 << 20) + b'"]}',
 }
+
+
+def broken(code: str) -> ErrorBody:
+    return ErrorBody(code=code, message="m", hint="h")
+
+
+STATES: list[tuple[EngineState, ErrorBody | None, str, int, int]] = [
+    (EngineState.READY, None, "ready", 200, 200),
+    (EngineState.ASLEEP, ASLEEP, "asleep", 503, 200),
+    (EngineState.BROKEN, broken("reload_failed"), "failed", 503, 200),
+    (EngineState.BROKEN, broken("not_resumed"), "failed", 503, 200),
+    (EngineState.BROKEN_ASLEEP, broken("reload_failed"), "failed", 503, 200),
+    (EngineState.LOST, DEAD, "failed", 503, 503),
+    (EngineState.STOPPING, STOPPING, "failed", 503, 503),
+]
+
+
+@pytest.mark.parametrize(("state", "reason", "status", "ready", "live"), STATES)
+async def test_a_server_is_ready_where_it_can_generate_and_alive_unless_only_a_restart_helps(
+    state: EngineState, reason: ErrorBody | None, status: str, ready: int, live: int
+) -> None:
+    engine = make_engine(make_llm(), "model.path=checkpoints/tiny-sort")
+    engine._condition = Condition(None, state=state, reason=reason)
+    async with asking(wrap(engine)) as http:
+        answers = [await http.get(path) for path in ("/health", "/ready", "/live")]
+        assert [answer.status_code for answer in answers] == [200, ready, live]
+        assert [answer.json()["status"] for answer in answers] == [status] * 3
+        assert answers[0].json() == answers[1].json() == answers[2].json()
+
+
+def test_every_state_of_an_engine_is_tried_above() -> None:
+    assert {state for state, *_ in STATES} == set(EngineState)
+
+
+async def test_a_server_whose_weights_change_is_ready() -> None:
+    engine = make_engine(make_llm(), "model.path=checkpoints/tiny-sort")
+    async with engine.lock, asking(wrap(engine)) as http:
+        for path in ("/ready", "/live"):
+            answer = await http.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (200, "updating")
+
+
+async def test_the_end_of_the_engine_s_process_is_noticed_by_the_question_itself() -> None:
+    engine = make_engine(make_llm(), "model.path=checkpoints/tiny-sort")
+    engine.llm.errored = True
+    async with asking(wrap(engine)) as http:
+        answer = await http.get("/live")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
 
 
 def test_the_example_of_a_refusal_holds() -> None:

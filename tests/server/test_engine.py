@@ -22,7 +22,8 @@ def test_health_tells_what_is_served(server: TinyServer) -> None:
     assert (health.dtype, health.vocab_size, health.max_length) == ("float32", 96, 512)
     assert health.root == str(server.root.resolve())
     assert health.architecture == model_shapes(health.model).architecture
-    assert health.model == server.client.get("/v1/models").json()["data"][0]["id"]
+    cards = server.client.get("/v1/models").json()["data"]
+    assert [(card["id"], card["root"]) for card in cards] == [("model", health.model), (health.model, health.model)]
     assert health.tokenizer_sha256 == tokenizer.fingerprint(tokenizer.load(health.model))
 
 

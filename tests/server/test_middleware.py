@@ -189,3 +189,130 @@ async def test_no_body_of_the_free_route_is_waited_for_and_heads_are_bounded() -
         endless, _ = await door.sent(HALF + b"x" * (1 << 20))
         with contextlib.suppress(ConnectionResetError):
             await answered(endless, b"400")
+
+
+async def statuses(port: int, *requests: bytes) -> list[int]:
+    """The status of the answer to each request, on a connection of its own."""
+    numbers = []
+    for request in requests:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        numbers.append(int((await reader.readuntil(b"\r\n")).split()[1]))
+        writer.close()
+    return numbers
+
+
+async def test_a_head_is_answered_as_the_get_without_a_body() -> None:
+    app = Starlette(routes=[Route("/{path:path}", echo, methods=["GET"])])
+    async with listening(Guard(app, host="localhost", token=TOKEN)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        key = f"Authorization: Bearer {TOKEN}\r\n"
+        # The second answer begins right behind the head of the first.
+        for path, extra in (("/health", ""), ("/x", key), ("/x", "")):
+            writer.write(f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n{extra}\r\n".encode())
+        heads = [(await reader.readuntil(b"\r\n\r\n")).decode() for _ in range(3)]
+        writer.close()
+    assert [int(head.split()[1]) for head in heads] == [200, 200, 401]
+    assert "content-length: 1\r\n" in heads[1]
+
+
+async def test_a_target_may_be_a_whole_url_whose_host_counts() -> None:
+    app = Starlette(routes=[Route("/a b/x", echo, methods=["GET"])])
+    async with listening(Guard(app, host="localhost", token=None)) as port:
+        request = b"GET http://%b HTTP/1.1\r\nHost: %b\r\n\r\n"
+        assert await statuses(
+            port,
+            request % (b"localhost/a%20b/x?y=1", b"attacker.example"),
+            request % (b"localhost:1/a%20b/x", b"localhost"),
+            request % (b"attacker.example/a%20b/x", b"localhost"),
+            request % (b"localhost", b"localhost"),
+        ) == [200, 200, 403, 404]
+
+
+async def test_a_target_that_is_neither_path_nor_url_is_asked_for_the_token_too() -> None:
+    targets = (b"//[x", b"http://[x", b"http:///x", b"*", b"http://u@localhost/x")
+    async with opened() as door:
+        for target in targets:
+            for method in (b"GET", b"HEAD"):
+                request = b"%b %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (method, target)
+                assert await statuses(door.port, request) == [401], (method, target)
+
+
+async def test_a_whole_url_needs_the_token_of_its_path() -> None:
+    async with opened() as door:
+        assert await statuses(
+            door.port,
+            b"GET http://localhost/health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"GET http://localhost/x HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"GET http://x/../health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        ) == [200, 401, 401]
+
+
+async def test_a_probe_that_names_no_host_gets_the_state_and_nothing_else() -> None:
+    """A load balancer may speak HTTP/1.0. A browser names its host always, and a page of it its origin."""
+    app = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST"])])
+    async with listening(Guard(app, host="localhost", token=None)) as port:
+        for path in (b"/health", b"/ready", b"/live"):
+            assert await statuses(
+                port,
+                b"GET %b HTTP/1.0\r\n\r\n" % path,
+                b"HEAD %b HTTP/1.0\r\n\r\n" % path,
+                b"POST %b HTTP/1.0\r\nContent-Length: 0\r\n\r\n" % path,
+                b"GET %b HTTP/1.0\r\nOrigin: http://attacker.example\r\n\r\n" % path,
+                b"GET %b HTTP/1.0\r\nHost: attacker.example\r\n\r\n" % path,
+            ) == [200, 200, 403, 403, 403]
+        assert await statuses(port, b"GET /v1/models HTTP/1.0\r\n\r\n", b"GET /health/ HTTP/1.0\r\n\r\n") == [403, 403]
+
+
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it_once_it_has_shown_the_token() -> None:
+    app = Starlette(routes=[Route("/{path:path}", echo, methods=["POST"])])
+    head = "POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nExpect: 100-continue\r\n"
+    async with asyncio.timeout(60), listening(Guard(app, host="localhost", token=TOKEN)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}Authorization: Bearer {TOKEN}\r\n\r\n".encode())
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert await reader.readexactly(1) == b"3"
+        writer.close()
+        assert await statuses(port, f"{head}\r\n".encode()) == [401]
+
+
+async def test_a_compressed_body_is_refused_and_one_as_it_is_passes() -> None:
+    async with client(guard(), **BEARER) as http:
+        for encoding, status in (("gzip", 415), ("zstd, gzip", 415), ("identity", 200), ("Identity", 200)):
+            answer = await http.post("/x", content=b"abc", headers={"Content-Encoding": encoding})
+            assert answer.status_code == status, encoding
+        refused = await http.post("/x", content=b"abc", headers={"Content-Encoding": "br"})
+    assert error_of(refused) == (415, "encoded_body")
+    assert "Content-Encoding: br " in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("x-api-key", TOKEN)], 200),
+        ([("x-api-key", "wrong")], 401),
+        ([("x-api-key", "")], 401),
+        ([("x-api-key", f"Bearer {TOKEN}")], 401),
+        ([("x-api-key", TOKEN), ("x-api-key", TOKEN)], 401),
+        ([("x-api-key", "wrong"), ("x-api-key", TOKEN)], 401),
+        # Where both headers are there, the usual one counts.
+        ([("authorization", f"Bearer {TOKEN}"), ("x-api-key", "wrong")], 200),
+        ([("authorization", "Bearer wrong"), ("x-api-key", TOKEN)], 401),
+    ],
+)
+async def test_the_header_of_anthropic_s_clients_brings_the_token_too(
+    headers: list[tuple[str, str]], status: int
+) -> None:
+    async with client(guard()) as http:
+        assert (await http.post("/v1/messages", headers=headers)).status_code == status
+
+
+async def test_the_key_of_a_session_comes_in_either_header_and_opens_its_paths_alone() -> None:
+    guarded = guard()
+    guarded.opens = lambda path, key: (path, key) == ("/sessions/a/v1/messages", b"key")
+    async with client(guarded) as http:
+        for headers in ({"x-api-key": "key"}, {"authorization": "Bearer key"}):
+            assert (await http.post("/sessions/a/v1/messages", headers=headers)).status_code == 200
+            assert (await http.post("/sessions/b/v1/messages", headers=headers)).status_code == 401

@@ -1,4 +1,4 @@
-"""The contract with vLLM: every name that our three files of vLLM use, and the token in front of every route."""
+"""The contract with vLLM: every name that our files of vLLM use."""
 
 import ast
 import contextlib
@@ -24,8 +24,7 @@ from hocket.protocol import TensorSpec
 from hocket.server import main, vllm_api, vllm_arguments, vllm_requests, vllm_text, vllm_weights, worker
 from hocket.server.worker import WorkerExtension
 from support import fakes
-from support.engines import asking, idle_engine, make_model, wrap
-from support.tiny_server import TOKEN
+from support.engines import make_model
 
 NAMES = {
     "vllm.config": "CacheConfig.block_size CacheConfig.num_gpu_blocks DeviceConfig LoRAConfig.max_lora_rank "
@@ -237,14 +236,14 @@ def test_the_kv_cache_of_a_cpu_holds_the_longest_sequence_or_the_lack_of_memory_
 
 def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(model, "launch.share_gpu=true")
-    assert (args.model, args.served_model_name, args.trust_remote_code) == (model, [model], False)
+    assert (args.model, args.served_model_name, args.trust_remote_code) == (model, ["model0", model], False)
     assert (args.generation_config, args.logprobs_mode) == ("vllm", "processed_logprobs")
     assert (args.kv_cache_memory_bytes, args.max_num_seqs) == (64 << 20, vllm_arguments.CPU_SEQUENCES)
     assert (args.enable_lora, args.hf_overrides or {}, args.enable_sleep_mode) == (False, {}, False)
     with_lora = arguments(model, "model.lora.rank=12", "model.dtype=bfloat16")
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 16, "bfloat16")  # 8, 16, 32 ...
     unset = arguments(model, "server.engine={served_model_name: null, tool_call_parser: null}")
-    assert (unset.served_model_name, unset.enable_auto_tool_choice) == ([model], False)
+    assert (unset.served_model_name, unset.enable_auto_tool_choice) == (["model0", model], False)
     assert arguments(model, "model.float32_head=true").hf_overrides == {"head_dtype": "float32"}
     # What the engine's own arguments say comes before hocket's own choice.
     own = "{served_model_name: mine, tool_call_parser: hermes, max_num_batched_tokens: 4096, enforce_eager: false}"
@@ -257,6 +256,28 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     assert on_gpu.enable_sleep_mode
     assert (on_gpu.max_num_seqs, on_gpu.gpu_memory_utilization) == (None, 0.01)  # vLLM's own; no share must be free
     assert not arguments(model).enable_sleep_mode
+
+
+@pytest.mark.parametrize(
+    ("path", "engine", "names"),
+    [
+        ("runs/first/model", "{}", ["model", "runs/first/model"]),
+        ("Qwen/Qwen3-0.6B", "{}", ["Qwen3-0.6B", "Qwen/Qwen3-0.6B"]),
+        ("gpt2", "{}", ["gpt2"]),
+        ("runs/first/model/", "{}", ["model", "runs/first/model/"]),
+        (".", "{}", ["."]),
+        ("runs/first/model", "{served_model_name: mine}", ["mine", "runs/first/model"]),
+        ("runs/first/model", "{served_model_name: org/mine}", ["org/mine", "runs/first/model"]),
+        ("runs/first/model", "{served_model_name: [mine, 7]}", ["mine", "7", "runs/first/model"]),
+        ("gpt2", "{served_model_name: gpt2}", ["gpt2"]),
+    ],
+)
+def test_clients_know_the_model_by_a_short_name_and_by_its_path(
+    path: str, engine: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_arguments, "_build_defaults", lambda config: {})  # which read the model
+    config = load(None, [f"model.path={path}", f"server.engine={engine}", "server.kv_cache_mib=64"])
+    assert vllm_arguments.engine_arguments(config).served_model_name == names
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -287,26 +308,6 @@ OWNED = "can't be set, as hocket sets it:"
 def test_an_engine_argument_that_hocket_owns_or_vllm_lacks_is_refused(model: str, engine: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         arguments(model, f"server.engine={engine}")
-
-
-async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(model: str) -> None:
-    args = arguments(model)
-    app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = wrap(app, idle_engine(), token=TOKEN)
-    assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
-    paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
-    ours = {(path, "POST") for path in ("/generate", "/reload_weights")}
-    assert ours | {("/v1/chat/completions", "POST"), ("/metrics", "GET")} <= paths
-    theirs = {route.path for route in app.routes if "hocket." not in getattr(route, "endpoint", app).__module__}
-    assert theirs == set(vllm_api.ROUTES), "vLLM's other routes abort requests, scale engines, and the like"
-    async with asking(door) as http:
-        for path, method in sorted(paths - {("/health", "GET")}):
-            for headers in ({}, {"Authorization": "Bearer wrong-token"}):
-                response = await http.request(method, path, headers=headers)
-                assert response.status_code == 401, (method, path)
-        for path in ("/openapi.json", "/docs", "/metrics"):
-            response = await http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
-            assert response.status_code == 200, path
 
 
 def test_what_ends_the_engine_s_process_is_kept_for_the_server(

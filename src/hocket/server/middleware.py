@@ -10,7 +10,7 @@ import hmac
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -27,6 +27,8 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
 ADMITTED = "hocket_admitted"
 """Key in the state of a request's scope, once the guard has let it pass."""
+URL = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE)
+"""A request's target that is no path, without its query: its host counts, not the header's."""
 Check = Callable[[str, bytes], Awaitable[bytes | None]]
 """(path, body) -> None, or a body that replaces it. Raises ApiError for a body that no route may see."""
 
@@ -146,19 +148,16 @@ def _plain(scope: Scope) -> Scope:
 
     uvicorn drops the body of the answer to a HEAD.
     """
-    method = scope["method"]
-    target = scope.get("raw_path", b"").decode("latin-1")
-    if method != "HEAD" and target.startswith("/"):
-        return scope
     plain = dict(scope)
-    if method == "HEAD":
+    if scope["method"] == "HEAD":
         plain["method"] = "GET"
-    url = urlsplit(target)
-    if url.scheme in ("http", "https") and url.netloc:
-        plain["raw_path"] = (url.path or "/").encode("latin-1")
-        plain["path"] = unquote(url.path or "/")
+    url = URL.fullmatch(scope.get("raw_path", b""))
+    if url is not None:
+        host, path = url[1], url[2] or b"/"
+        plain["raw_path"] = path
+        plain["path"] = unquote(path.decode("latin-1"))
         others = [(name, value) for name, value in scope["headers"] if name != b"host"]
-        plain["headers"] = [*others, (b"host", url.netloc.encode("latin-1"))]
+        plain["headers"] = [*others, (b"host", host)]
     return plain
 
 

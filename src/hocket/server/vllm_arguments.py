@@ -120,10 +120,11 @@ def _settings(config: Config, engine: dict[str, Any]) -> dict[str, Any]:
 
     model = config.model
     server = config.server
-    # Clients know the model by the user's name for it, or the last part of its path; and by its
+    # Clients know the model by the user's names for it, or the last part of its path; and by its
     # path.
-    served_name = engine.pop("served_model_name", None) or Path(model.path).name or model.path
-    names = list(dict.fromkeys([served_name, model.path]))
+    served = engine.pop("served_model_name", None) or Path(model.path).name or model.path
+    names = served if isinstance(served, list) else [served]
+    names = list(dict.fromkeys([*map(str, names), model.path]))
     settings: dict[str, Any] = {
         "model": model.path,
         "served_model_name": names,

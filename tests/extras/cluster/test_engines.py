@@ -10,9 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -26,6 +24,8 @@ from hocket.commands import cli
 from hocket.errors import ConfigError
 from hocket.extras.cluster import engines
 from hocket.extras.cluster.engines import lay_out
+from support import fakes
+from support.engines import asking, idle_engine, wrap
 from support.processes import wait_for
 from support.programs import write_program
 
@@ -185,25 +185,19 @@ def test_kubernetes_objects_have_the_fields_of_its_schemas() -> None:
         *[("failed", "reload_failed", 0), ("failed", "not_resumed", 0)],
     ],
 )
-def test_the_liveness_probe_ends_a_server_whose_engine_is_lost_and_no_other(
+async def test_the_liveness_probe_ends_a_server_whose_engine_is_lost_and_no_other(
     status: str, code: str | None, killed: int
 ) -> None:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/health"
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"status": status, "error": code and {"code": code}}).encode())
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        _, deployment = yaml.safe_load_all(
-            render("kubernetes", [*CASES["kubernetes"][1], f"server.port={server.server_port}"])["servers.yaml"]
-        )
-        (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        _, *arguments = container["livenessProbe"]["exec"]["command"]
-        assert subprocess.run([sys.executable, *arguments], timeout=60).returncode == killed
-        server.shutdown()
+    server = idle_engine()
+    error = code and {"code": code, "message": "m", "hint": "h"}
+    server.health = lambda: fakes.health(status=status, error=error)
+    _, deployment = yaml.safe_load_all(render("kubernetes", CASES["kubernetes"][1])["servers.yaml"])
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    probe = container["livenessProbe"]["httpGet"]
+    assert probe["port"] == container["ports"][0]["name"]
+    async with asking(wrap(server, token="t")) as http:  # Kubernetes takes 200 to 399 for alive, and has no token
+        answer = await http.get(probe["path"], headers={"host": "10.1.2.3:8000"})
+    assert answer.status_code == (503 if killed else 200)
 
 
 class NodeDiedError(Exception):

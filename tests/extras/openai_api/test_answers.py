@@ -1,5 +1,6 @@
 """What happens to vLLM's answers on their way to a client, with an engine that a test plays."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
@@ -9,11 +10,12 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from hocket.extras.openai_api.answers import ENDS, Named, Recent, in_settings, sample_again
+from hocket.common.tasks import cancel
+from hocket.extras.openai_api.answers import ENDS, Recent, Responses, SampledRoute, in_settings, sample_again
 from hocket.extras.openai_api.limits import Strangers
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError
-from support.engines import asking, idle_engine, wrap
+from support.engines import asking, error_of, idle_engine, wrap
 
 
 def output(text: str, *versions: int, finish: str | None = None) -> Any:
@@ -46,8 +48,8 @@ def params(*, stream: bool) -> Any:
     return SimpleNamespace(output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
 
 
-async def sampled(engine: Engine, *, stream: bool) -> list[str]:
-    outputs = sample_again(strangers(), engine, "prompt", params(stream=stream), "id")
+async def sampled(engine: Engine, *, stream: bool, bound: Strangers | None = None) -> list[str]:
+    outputs = sample_again(bound or strangers(), engine, "prompt", params(stream=stream), "id")
     return [each.outputs[0].text async for each in outputs]
 
 
@@ -113,13 +115,21 @@ async def test_an_engine_that_ends_is_said_in_each_protocol_s_form(path: str, ca
     assert (first, json.loads(last.partition("data: ")[2])) == ("data: {}", ENDINGS[path])
 
 
-def named(app: FastAPI, path: str, outputs: Sequence[Any], bound: Strangers | None = None) -> Any:
+def named(
+    app: FastAPI,
+    path: str,
+    outputs: Sequence[Any],
+    bound: Strangers | None = None,
+    remembered: dict[str, set[int]] | None = None,
+) -> Any:
     """A guard whose route `path` of `app` samples these outputs, and names their versions."""
     engine = idle_engine()
     engine._condition = SimpleNamespace(version=7)
     (route,) = [route for route in app.router.routes if getattr(route, "path", None) == path]
     asked: Any = route
-    asked.app = Named(asked.app, engine=engine, strangers=bound or strangers(), remembered=Recent())
+    asked.app = SampledRoute(
+        asked.app, engine=engine, strangers=bound or strangers(), remembered=Recent(remembered or {})
+    )
     app.state.outputs = outputs
     return wrap(engine, route)
 
@@ -226,12 +236,89 @@ async def test_one_request_too_many_is_told_when_to_come_again() -> None:
 
 
 def test_only_events_that_end_something_are_looked_into() -> None:
-    for event in (b'{"finish_reason":null}', b'{"text":"\\"finish_reason\\": \\"stop\\""}', b"event: message_start\n"):
+    begin = b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"output_tokens":0}}}'
+    counted = b'data: {"choices":[{"finish_reason":null}],"usage":{"total_tokens":2}}'  # continuous_usage_stats
+    quoted = b'data: {"text":"\\"finish_reason\\": \\"stop\\", \\"choices\\": []"}'
+    for event in (b'{"finish_reason":null}', quoted, begin, counted):
         assert not ENDS.search(event), event
-    for event in (b'{"finish_reason":"stop"}', b'{"usage":{}}', b"event: message_stop\n", b"event: response.failed\n"):
+    usage = b'data: {"choices":[],"usage":{"total_tokens":2}}'
+    named = (b"event: message_delta\n", b"event: message_stop\n", b"event: response.failed\n")
+    for event in (b'{"finish_reason":"stop"}', usage, *named):
         assert ENDS.search(event), event
+
+
+async def test_a_stored_response_has_the_versions_that_sampled_it_or_none_where_they_are_forgotten() -> None:
+    app = FastAPI()
+
+    @app.get("/v1/responses/{response_id}")
+    async def read(response_id: str) -> dict[str, str]:
+        return {"id": response_id}
+
+    guard = named(app, "/v1/responses/{response_id}", [], remembered={"resp_a": {3, 5}})
+    async with asking(guard) as http:
+        known = await http.get("/v1/responses/resp_a")
+        forgotten = await http.get("/v1/responses/resp_b")
+    assert (known.json(), known.headers["x-weight-version"]) == ({"id": "resp_a", "weight_versions": [3, 5]}, "3, 5")
+    assert forgotten.json() == {"id": "resp_b"}
+    assert "x-weight-version" not in forgotten.headers
+
+
+def test_the_oldest_of_many_responses_is_forgotten_and_so_is_one_whose_messages_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.extras.openai_api.answers.MAX_STORED", 2)
+    messages = Recent[str]()
+    responses = Responses(messages)
+    for key in ("a", "b"):
+        messages[key], responses[key] = "asked", "answer"
+    assert (responses.get("a"), responses.get("b")) == ("answer", "answer")
+    messages["c"] = "its client left before the answer"
+    assert (responses.get("a"), responses.get("b"), responses.get("c")) == (None, "answer", None)
+    for key in ("d", "e"):
+        messages[key], responses[key] = "asked", "answer"
+    assert list(responses) == list(messages) == ["d", "e"]
+
+
+async def test_a_stored_response_is_not_streamed_again() -> None:
+    app = FastAPI()
+
+    @app.get("/v1/responses/{response_id}")
+    async def read(response_id: str) -> dict[str, str]:
+        return {"id": response_id}
+
+    async with asking(named(app, "/v1/responses/{response_id}", [])) as http:
+        for stream in ("true", "True", "1", "yes"):
+            assert error_of(await http.get(f"/v1/responses/resp_a?stream={stream}")) == (400, "no_stream")
+        for query in ("?stream=false", "?stream=0", "?include=a", ""):
+            assert (await http.get(f"/v1/responses/resp_a{query}")).json() == {"id": "resp_a"}
 
 
 def test_flags_become_settings() -> None:
     message = b'"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
     assert in_settings(message) == b'"auto" tool choice requires server.engine.tool_call_parser to be set'
+
+
+async def test_a_client_that_leaves_keeps_no_slot_whether_it_waits_for_one_or_has_it() -> None:
+    bound = strangers()
+    bound.slots = asyncio.Semaphore(1)
+    begun, blocked = asyncio.Event(), asyncio.Event()
+
+    async def endless(params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        begun.set()
+        yield output("a", 1)
+        await blocked.wait()
+
+    async def ask() -> None:
+        async for _ in sample_again(bound, endless, "prompt", params(stream=True), "id"):
+            pass
+
+    first = asyncio.create_task(ask())
+    await begun.wait()
+    waiting = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    assert bound.slots.locked()
+    await cancel((waiting,))
+    assert bound.slots.locked()
+    await cancel((first,))
+    assert not bound.slots.locked()
+    assert await sampled(Engine([output("b", 1, finish="stop")]), stream=False, bound=bound) == ["b"]

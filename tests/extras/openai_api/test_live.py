@@ -114,6 +114,8 @@ def test_a_model_is_known_by_the_last_part_of_its_path_and_a_wrong_name_is_told_
     for name in ("model", path):
         assert server.client.get(f"/v1/models/{name}").json()["id"] == name
         assert server.client.post("/v1/completions", json={**BODIES["/v1/completions"], "model": name}).is_success
+    for no_name in ({}, {"model": ""}, {"model": None}):
+        assert server.client.post("/v1/completions", json={**BODIES["/v1/completions"], **no_name}).is_success
     for wrong in (
         server.client.get("/v1/models/gpt-4"),
         server.client.post("/v1/chat/completions", json={**CHAT, "model": "gpt-4"}),

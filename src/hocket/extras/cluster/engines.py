@@ -17,7 +17,6 @@ import jinja2
 from hocket.config import read_settings, to_yaml
 from hocket.errors import ConfigError
 from hocket.launch import ENGINES
-from hocket.protocol import CURABLE
 
 SUBMIT = {  # command lines, in the folder of the files
     "slurm": ["sbatch job.sh"],
@@ -135,8 +134,8 @@ def render(
         "name": name,
         "python": python,
         "root": root,
+        "gpus_per_node": gpus_per_node,
     }
-    known |= {"curable": CURABLE, "gpus_per_node": gpus_per_node}
     files = {"config.yaml": HEAD + to_yaml(values)}
     for template in templates.list_templates(
         filter_func=lambda template: template.startswith(f"{engine}/")

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,7 +27,7 @@ from hocket.server.errors import ApiError
 
 logger = logging.getLogger("hocket")
 T = TypeVar("T")
-ANSWER: ContextVar["Answer | None"] = ContextVar("answer", default=None)
+ANSWER: ContextVar["ClientAnswer | None"] = ContextVar("answer", default=None)
 """The answer to the request that is being served."""
 
 MAX_STORED = 1000
@@ -34,15 +35,17 @@ MAX_STORED = 1000
 FIELD = "weight_versions"
 HEADER = "x-weight-version"
 ENDS = re.compile(
-    rb'"finish_reason": ?"|"usage": ?{|event: response\.(completed|incomplete|failed)\n|'
-    rb"event: message_stop\n"
+    rb'"finish_reason": ?"|"choices": ?\[\]|event: response\.(completed|incomplete|failed)\n|'
+    rb"event: message_(delta|stop)\n"
 )
-"""A part of each event that ends a choice, the answer, or tells the tokens that it took."""
+"""A part of each event that ends a choice or the answer. The event of its usage has no choices."""
+ANTHROPIC_KINDS = {400: "invalid_request_error", 503: "overloaded_error"}
+"""Kinds of errors of the messages API, by status."""
 FLAG = re.compile(rb"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 """A flag of vLLM's command line, which a user of hocket can't give."""
 
 
-class Named:
+class SampledRoute:
     """An ASGI app around a route of vLLM: it names the weight versions that sampled an answer.
 
     It also has a request sampled again that a weight sync has aborted, says in each protocol's own
@@ -63,12 +66,9 @@ class Named:
         self._remembered = remembered  # the versions of stored responses, by their ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = Answer(send, scope["path"], self._engine)
-        # A stored response is read again under its id, which is the engine's, too.
+        answer = ClientAnswer(send, scope["path"], self._engine)
         if scope["method"] == "GET":
-            stored_id = scope["path_params"].get("response_id")
-            answer.versions.update(self._remembered.get(stored_id, ()))
-            return await self._app(scope, receive, answer.send)
+            return await self._read_again(scope, receive, answer)
 
         sample = vllm_api.SAMPLE.get()
         with contextlib.ExitStack() as stack:
@@ -87,9 +87,20 @@ class Named:
                 answer.error = answer.error or _failure(failure)
                 await answer.fail(answer.error)
 
+    async def _read_again(self, scope: Scope, receive: Receive, answer: "ClientAnswer") -> None:
+        """Answer with a stored response, whose id is the engine's, too."""
+        # vLLM would begin the stream, and then fail: it keeps no events of such a response.
+        if Request(scope).query_params.get("stream", "false").lower() not in ("false", "0"):
+            message = "a response is streamed only while it is sampled"
+            raise ApiError(400, "no_stream", message, "leave out stream, and read it whole")
+        answer.versions.update(self._remembered.get(scope["path_params"]["response_id"], ()))
+        # Other versions than those that sampled it would be wrong: better none.
+        answer.names_versions = bool(answer.versions)
+        await self._app(scope, receive, answer.send)
+
 
 def noted(
-    answer: "Answer",
+    answer: "ClientAnswer",
     remembered: "Recent[set[int]]",
     sample: vllm_api.Sample,
     generate: vllm_api.Generate,
@@ -112,7 +123,7 @@ def noted(
 
 
 async def _note_outputs(
-    answer: "Answer", outputs: AsyncGenerator[Any, None]
+    answer: "ClientAnswer", outputs: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[Any, None]:
     try:
         async with contextlib.aclosing(outputs):
@@ -169,11 +180,27 @@ class Recent(dict[str, T]):
             del self[next(iter(self))]
 
 
-class Answer:
+class Responses(Recent[Any]):
+    """The stored responses. It lacks those whose messages are forgotten.
+
+    vLLM would go on from such a response without them, and say nothing.
+    """
+
+    def __init__(self, messages: Recent[Any]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Get a response by its id, or the default."""
+        return super().get(key, default) if key in self._messages else default
+
+
+class ClientAnswer:
     """Send the answer of a route on to the client, with its weight versions in it."""
 
     def __init__(self, send: Send, path: str, engine: Engine) -> None:
         self.versions = set[int]()  # those of the tokens sampled so far
+        self.names_versions = True
         self.error: ApiError | None = None  # the reason why the engine could not go on
         self._send = send
         self._path = path
@@ -239,7 +266,7 @@ class Answer:
         start = self._start
         self._start = None
         headers = MutableHeaders(raw=start["headers"])
-        if start["status"] == 200:
+        if start["status"] == 200 and self.names_versions:
             headers[HEADER] = ", ".join(map(str, self._numbers()))
         if length is not None:
             headers["content-length"] = str(length)
@@ -254,7 +281,7 @@ class Answer:
         assert self._start is not None
         if self._start["status"] != 200:
             return in_settings(body)
-        if not body.endswith(b"}"):
+        if not self.names_versions or not body.endswith(b"}"):
             return body
         return body[:-1] + f', "{FIELD}": {json.dumps(self._numbers())}}}'.encode()
 
@@ -301,7 +328,7 @@ def error_event(path: str, error: ApiError) -> bytes:
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Describe an error in the form of the messages API."""
-    kind = "overloaded_error" if error.status == 503 else "api_error"
+    kind = ANTHROPIC_KINDS.get(error.status, "api_error")
     message = f"{error}; {error.body.hint}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 

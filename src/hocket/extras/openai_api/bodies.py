@@ -80,7 +80,8 @@ def _check(content: bytes, names: list[str]) -> None:
     if isinstance(body, dict):
         _check_prompts(body)
         name = body.get("model")
-        if isinstance(name, str) and names:
+        # An empty name stands for the served model, as no name does.
+        if name and isinstance(name, str) and names:
             require_name(name, names)
         if body.get("background"):
             message = (

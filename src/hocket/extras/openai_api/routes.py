@@ -6,9 +6,10 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.routing import Mount
 
 from hocket.extras.openai_api import bodies
-from hocket.extras.openai_api.answers import Named, Recent, hide_known
+from hocket.extras.openai_api.answers import Recent, Responses, SampledRoute, hide_known
 from hocket.extras.openai_api.limits import Strangers
 from hocket.extras.openai_api.models import add_model_route, served_names
 from hocket.extras.openai_api.schema import describe
@@ -58,8 +59,8 @@ async def _start(server: Server) -> None:
     responses = state.openai_serving_responses
     if responses is not None:
         responses.enable_store = True
-        responses.response_store = Recent()
         responses.msg_store = Recent()
+        responses.response_store = Responses(responses.msg_store)
     # vLLM's handler of a dead engine would end this HTTP server. hocket's own watch ends it.
     state.server = None
 
@@ -79,11 +80,12 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
     remembered = Recent[set[int]]()
     for route in theirs.router.routes:
         path = getattr(route, "path", None)
-        if path not in ROUTES:
+        # vLLM has /metrics twice, and a mount takes any method.
+        if path not in ROUTES or isinstance(route, Mount):
             continue
         if path in NAMED:
             sampled: Any = route
-            sampled.app = Named(
+            sampled.app = SampledRoute(
                 sampled.app,
                 engine=server.engine,
                 strangers=strangers,
