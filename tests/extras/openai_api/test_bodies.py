@@ -8,7 +8,8 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from support.engines import asking, idle_engine, wrap
+from hocket.server.state import ASLEEP, Condition, EngineState
+from support.engines import asking, idle_engine, make_engine, make_llm, wrap
 
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -44,6 +45,15 @@ async def test_good_bodies_and_those_of_whom_vllm_knows_what_is_wrong_pass(http:
     content = json.dumps(body).encode()
     answer = await http.post("/v1/chat/completions", content=content)
     assert (answer.status_code, answer.text) == (200, str(len(content)))
+
+
+async def test_while_the_engine_can_not_generate_no_client_route_is_reached() -> None:
+    engine = make_engine(make_llm(), "model.path=checkpoints/tiny-sort")
+    engine._condition = Condition(None, _state=EngineState.ASLEEP, _reason=ASLEEP)
+    async with asking(wrap(engine)) as http:
+        for path in ("/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/sessions/x/v1/messages"):
+            refused = await http.post(path, json={})
+            assert (refused.status_code, refused.json()["error"]) == (503, ASLEEP.model_dump()), path
 
 
 def with_part(**part: Any) -> bytes:
