@@ -213,57 +213,74 @@ class Batcher:
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server generate turns. Those that it loses wait again."""
-        todo = dict.fromkeys(turns)  # the turns without an answer: a set that keeps the order
+        prompts = _by_prompt(turns)
+        # The turns without an answer, by the numbers of prompt and sample in the request.
+        pending: dict[tuple[int, int], Turn] = {}
+        for number, samples in enumerate(prompts):
+            for index, turn in enumerate(samples):
+                pending[number, index] = turn
         start = time.perf_counter()
         self._requests[member] += 1
-        member.in_flight += sum(turn.tokens for turn in todo)
+        member.in_flight += sum(turn.tokens for turn in turns)
         try:
-            await self._pool.watched(member, self._generate(member, turns, todo))
+            await self._pool.watched(member, self._generate(member, prompts, pending))
         except ServerError as error:
+            unanswered = list(pending.values())
             if turns[0].deadline.over:
-                _fail(todo, error)
+                _fail(unanswered, error)
             elif self._pool.loses(member, error):
-                for turn in todo:
+                for turn in unanswered:
                     _count_loss(turn, error)
-                self._enqueue(todo)
+                self._enqueue(unanswered)
             elif error.outcome is ErrorOutcome.AGAIN:
                 await asyncio.sleep(POLL_S)
-                self._enqueue(todo)
+                self._enqueue(unanswered)
             else:
-                _fail(todo, error)
+                _fail(unanswered, error)
         except Exception as error:  # noqa: BLE001 - every episode whose turn it was raises it
-            _fail(todo, error)
+            _fail(pending.values(), error)
         finally:
             note(f"{len(turns)} turns", start, who=member.url)
             self._requests[member] -= 1
-            member.in_flight -= sum(turn.tokens for turn in todo)
+            # `_generate` has taken off the tokens of the turns that it has answered.
+            member.in_flight -= sum(turn.tokens for turn in pending.values())
 
     async def _generate(
-        self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]
+        self,
+        member: Member,
+        prompts: Sequence[Sequence[Turn]],
+        pending: dict[tuple[int, int], Turn],
     ) -> None:
-        """Answer turns as completions come, and take them out of `todo` and the server's load."""
-        prompts = _by_prompt(turns)
+        """Answer turns as completions come: take them out of `pending` and the server's load."""
         first_turns = [samples[0] for samples in prompts]
         request = GenerateRequest(
             prompts=[prompt_input(turn.token_ids, turn.images) for turn in first_turns],
             begun=[turn.begun for turn in first_turns],
-            sampling=turns[0].sampling,
+            sampling=first_turns[0].sampling,
             seeds=[[turn.seed for turn in samples] for samples in prompts],
             session=member.session,
             tools=self._tools,
         )
-        timeout_s = turns[0].deadline.left_s
+        timeout_s = first_turns[0].deadline.left_s
         async with aclosing(member.server.generate(request, timeout_s=timeout_s)) as lines:
             async for line in lines:
-                turn = prompts[line.prompt][line.index]
+                place = line.prompt, line.index
+                if place not in pending:
+                    raise ServerError(
+                        f"{member.url}/generate answered prompt {line.prompt}, sample {line.index} "
+                        "twice, or unasked",
+                        code="protocol",
+                    )
+                turn = pending[place]
                 turn.check(line.completion, member.url)
-                del todo[turn]
+                del pending[place]
                 member.in_flight -= turn.tokens
                 if not turn.answer.done():
                     turn.answer.set_result(line.completion)
-        if todo:
+        if pending:
             raise ServerError(
-                f"{member.url}/generate ended {len(todo)} completions too early", code="protocol"
+                f"{member.url}/generate ended {len(pending)} completions too early",
+                code="protocol",
             )
 
 

@@ -61,9 +61,9 @@ class Deadline:
 Look = Callable[[Member], Awaitable[Health]]
 """Asks a server how it is. Raises ServerError where this run can't have the server."""
 BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
-"""Gives servers the current weights, and marks each of them up, lost or waiting.
+"""Gives servers the current weights, checks them, and marks each of them loaded, lost or waiting.
 
-Raises HocketError where one of them fails.
+Those that are loaded work once it has returned. Raises HocketError where one of them fails.
 """
 
 
@@ -247,9 +247,9 @@ class ServerPool:
             try:
                 await self._look_at(due)
             finally:
-                # A look may end early, by an error or a cancelled task: nothing stays in JOINING.
+                # A look may end early, by an error or a cancelled task: no server stays joining.
                 for member in due:
-                    if member.state is State.JOINING:
+                    if member.is_joining:
                         self._move(member, State.WAITING, "the look at it was broken off")
 
     async def _look_at(self, due: Sequence[Member]) -> None:
@@ -314,7 +314,7 @@ class ServerPool:
         except (ServerError, SyncError) as error:
             # Which one has failed shows once each is brought up alone.
             for member in healths:
-                if member.is_up:  # it took the weights, but not all checks have passed
+                if member.state is State.CHECKING:
                     self._move(member, State.JOINING, str(error))
             for member, health in healths.items():
                 if member.state is not State.JOINING:
@@ -323,14 +323,18 @@ class ServerPool:
                     self._set_aside(member, error)
                 else:
                     await self._bring_up({member: health})
+        else:
+            for member in healths:
+                if member.state is State.CHECKING:
+                    self._move(member, State.UP)
         finally:
             for member in healths:
                 self._rest(member, since=start)
 
     async def _with_their_weights(self, healths: Mapping[Member, Health]) -> None:
-        """Mark servers up with the weights that they have: a run that publishes none."""
+        """Take servers with the weights that they have, in a run that publishes none."""
         for member, health in healths.items():
-            self.mark_up(member, health)
+            self.mark_loaded(member, health)
 
     def _set_aside(self, member: Member, error: ServerError | SyncError) -> None:
         """Note why a server can't be used. Where waiting won't help, say it once or end the run."""
@@ -359,14 +363,14 @@ class ServerPool:
 
     # Servers at work
 
-    def mark_up(self, member: Member, answer: Health | ReloadResponse) -> None:
-        """Have a server that holds the current weights work from now on, or go on.
+    def mark_loaded(self, member: Member, answer: Health | ReloadResponse) -> None:
+        """Note that a server holds the current weights.
 
-        One that was lost meanwhile stays as it is.
+        One that joins works once `bring_up` has returned. One that was lost meanwhile stays lost.
         """
         if member.state is State.JOINING:
-            self._move(member, State.UP)
-        if member.is_up:
+            self._move(member, State.CHECKING, "its weights are being checked")
+        if member.is_loaded:
             member.session = answer.session
             member.version = answer.version
 
@@ -379,10 +383,10 @@ class ServerPool:
         """Give a server no more work until a look finds it well. A resting one stays as it is."""
         if member.is_resting:
             return
-        was_up = member.is_up
+        was_loaded = member.is_loaded
         self._move(member, State.LOST, reason)
         member.next_look = time.monotonic() + LOST_REST_S  # the others get its work first
-        if was_up:
+        if was_loaded:
             self.say(f"lost server {member.url}: {reason}")
             self.on_change()
 

@@ -441,7 +441,7 @@ class Parts(AbstractContextManager["Parts"]):
                     refuse_other_model(self.config, self.tokenizer, member.url, health)
                     serves = f"the server at {member.url} serves {health.model}"
                     say(f"{serves}, version {health.version}")
-                    servers.mark_up(member, health)
+                    servers.mark_loaded(member, health)
 
             servers.bring_up = bring_up
             await servers.wait_up()

@@ -96,9 +96,9 @@ class Publisher:
         `came`: the servers are being brought up; else they are those at work.
         """
         metrics = await self.deliver(members, came=came)
-        holding = [member for member in members if member.is_up]
+        loaded = [member for member in members if member.is_loaded]
         for part in self.parts:
-            metrics |= await part.published(holding, came)
+            metrics |= await part.published(loaded, came)
         return metrics
 
     async def deliver(self, members: Sequence[Member], *, came: bool = False) -> Metrics:
@@ -113,7 +113,7 @@ class Publisher:
     def judge(
         self, member: Member, checksum: str, answer: Answer, *, does: str, came: bool = False
     ) -> None:
-        """Mark a server up or lost by its answer to a version with this checksum.
+        """Mark a server loaded or lost by its answer to a version with this checksum.
 
         `does` is the verb of the message: "refused". `came`: the server is being brought up. Raises
         SyncError where the server refuses the version, or holds something else.
@@ -131,14 +131,14 @@ class Publisher:
 
         # A server at work that was lost meanwhile may be joining again. Its bring-up, with all
         # checks, decides then: not the answer to an earlier request.
-        if not came and not member.is_up:
+        if not came and not member.is_loaded:
             return
         if isinstance(answer, HocketError):  # it comes back once a look finds it well
             self.pool.mark_lost(member, str(answer))
         elif member.session not in (None, answer.session):
             self.pool.mark_lost(member, "it was started again")
         else:
-            self.pool.mark_up(member, answer)
+            self.pool.mark_loaded(member, answer)
 
     def _stops(self, answer: ServerError) -> bool:
         """Check whether a refusal stops the run; a discovered server may be another run's."""
@@ -169,7 +169,7 @@ class Publisher:
             gap = metrics["sync/logprob_gap"]
             took += f", parameters compared, mean |Δ log-prob| up to {gap:.1e}"
         for member in members:
-            if member.is_up:  # else its reason says why not
+            if member.is_loaded:  # else its reason says why not
                 holds = f"holds version {self.versions.current}: {member.dtype}"
                 self.pool.say(
                     f"server {member.url} {holds}, {took}; it held version {healths[member].version}"

@@ -42,7 +42,9 @@ async def shared_gpu(
         await run_in_thread(trainer.onload)
     yield metrics
     if not publishes:
-        await publisher.deliver(publisher.pool.up)
+        # A server that is still checked must wake up, too.
+        members = publisher.pool.members
+        await publisher.deliver([member for member in members if member.is_loaded])
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
