@@ -488,7 +488,7 @@ async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: Servers, fail
     assert servers[1].requests == []
 
 
-async def test_an_answer_that_nobody_asked_for_is_raised_after_three_losses_with_its_streams_closed(
+async def test_an_answer_that_nobody_asked_for_is_raised_after_three_losses(
     servers: Servers,
 ) -> None:
     tasks: list[Any] = []
