@@ -696,7 +696,7 @@ async def test_turns_wait_for_no_company_where_a_server_has_become_idle_however_
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.client.batcher.time", clock := fakes.Clock())
-    monkeypatch.setattr("hocket.client.batcher.DOUBLES", 1)
+    monkeypatch.setattr("hocket.client.batcher.REQUESTS_PER_DOUBLING", 1)
     for server in servers:
         server.go.clear()
     kinds = [SamplingParams(max_tokens=10 + number) for number in range(9)]  # a request of each: 2 ms · 2 ** 9

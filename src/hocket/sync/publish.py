@@ -50,7 +50,8 @@ class Publisher:
     versions: Versions
     pool: ServerPool
     transport: Transport
-    # Gives the trainer a GPU that it shares with a server, for the body of a with statement.
+    # Gives the trainer a GPU that it shares with a server, for the body of a with statement. The
+    # argument says whether the body ends with `publish`.
     trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = own_gpu
     max_logprob_gap: float | None = None  # replaces HIGHEST_GAP
     parts: Sequence[ChecksServers] = ()  # the parts of the run
@@ -93,7 +94,7 @@ class Publisher:
     async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
         """Send servers the current version, then let the parts check those that hold it.
 
-        `came`: the servers are being brought up; else they are those at work.
+        `came`, as in RunPart.published: the servers are being brought up; else they are at work.
         """
         metrics = await self.deliver(members, came=came)
         loaded = [member for member in members if member.is_loaded]
@@ -150,6 +151,7 @@ class Publisher:
         self, check_model: Callable[[Health], None], healths: Mapping[Member, Health]
     ) -> None:
         """Give servers that join the current version. Raises as `judge` and `check_model`."""
+        # The others go on meanwhile. Without any, this waits for the trainer.
         if self.lock.locked() and self.pool.up:
             for member in healths:
                 self.pool.mark_waiting(member, "the trainer is at work")
@@ -158,7 +160,7 @@ class Publisher:
             members = [member for member in healths if member.state is State.JOINING]
             if not members:
                 return  # they were lost meanwhile
-            self.versions.begin(max(health.version for health in healths.values()))
+            self.versions.start_above(max(health.version for health in healths.values()))
             for member in members:
                 check_model(healths[member])
             metrics = await self._deliver_and_check(members, came=True)
