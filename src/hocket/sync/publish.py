@@ -60,9 +60,9 @@ class Publisher:
 
     @asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
-        """Hold the trainer, so that no server is brought up. Yields the metrics of getting it.
+        """Hold the trainer, so that no server is brought up; a body that `publishes` ends with that.
 
-        A body that `publishes` ends with `publish`.
+        Yields the metrics of getting the GPU, where trainer and server share one.
         """
         async with self.lock, self.trainer_turn(publishes) as metrics:
             yield metrics

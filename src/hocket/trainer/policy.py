@@ -84,7 +84,7 @@ class Policy(nn.Module):
 
         # Load the model, and freeze or add weights as the config says.
         torch.manual_seed(seed)
-        model = self._load(config, dtype, loads)
+        model = self._transformers_model(config, dtype, loads)
         _bound_longrope(model, config, loads)
         self.weights.prepare(model, seed)
         self.model = model
@@ -106,8 +106,8 @@ class Policy(nn.Module):
         if config.float32_head:
             compute_in_float32(head_of(model))
 
-    def _load(self, config: ModelConfig, dtype: torch.dtype, loads: bool) -> Any:
-        """Load the transformers model, or make it of meta tensors."""
+    def _transformers_model(self, config: ModelConfig, dtype: torch.dtype, loads: bool) -> Any:
+        """Load the model, or make it of meta tensors where this rank loads no weights."""
         options: dict[str, Any] = {
             "dtype": dtype,
             "attn_implementation": attention.NAME,
