@@ -208,8 +208,8 @@ class Policy(nn.Module):
         own attention. Both ways must give the same hidden states and logits, but for rounding.
         """
         logits_kind = self.logits  # raises TrainerError, too
-        sequences, shared, images = self._sequences_to_check(device)
-        row_br, segments = architecture.row_of_three(sequences, shared)
+        sequences, prefix_length, images = self._sequences_to_check(device)
+        row_br, segments = architecture.row_of_three(sequences, prefix_length)
         packed_brh = self._hidden(row_br, segments, images)
 
         # Compute each sequence alone, as transformers does.
@@ -222,7 +222,7 @@ class Policy(nn.Module):
                 inputs |= self.vision.alone(self.model, sequence_bt, images)
             all_inputs.append(inputs)
             alone.append(self.model.base_model(**inputs, use_cache=False)[0])
-        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, shared:]], dim=1)
+        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, prefix_length:]], dim=1)
 
         # Compare the logits of the third sequence. A classifier has some at one position only.
         if not self.scores:
@@ -256,11 +256,11 @@ class Policy(nn.Module):
         # Any 16 different tokens: 7919 is a prime.
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % num_tokens
         image_bt = ids_bt.new_full((1, image_length), num_tokens)
-        shared = 4 + image_length
+        prefix_length = 4 + image_length
         first_bt = torch.cat([ids_bt[:, :2], image_bt, ids_bt[:, 2:8]], dim=1)
         second_bt = ids_bt[:, 8:]
-        third_bt = torch.cat([first_bt[:, :shared], ids_bt[:, 8:12]], dim=1)
-        return (first_bt, second_bt, third_bt), shared, images
+        third_bt = torch.cat([first_bt[:, :prefix_length], ids_bt[:, 8:12]], dim=1)
+        return (first_bt, second_bt, third_bt), prefix_length, images
 
     def _refuse(self, problem: str) -> NoReturn:
         raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
