@@ -216,16 +216,16 @@ class Batcher:
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server generate turns. Those that it loses wait again."""
-        prompts = _by_prompt(turns)
         # The turns without an answer, by the numbers of prompt and sample in the request.
         pending: dict[tuple[int, int], Turn] = {}
-        for number, samples in enumerate(prompts):
-            for index, turn in enumerate(samples):
-                pending[number, index] = turn
         start = time.perf_counter()
         self._requests[member] += 1
-        member.in_flight += sum(turn.tokens for turn in turns)
         try:
+            prompts = _by_prompt(turns)
+            for number, samples in enumerate(prompts):
+                for index, turn in enumerate(samples):
+                    pending[number, index] = turn
+            member.in_flight += sum(turn.tokens for turn in turns)
             await self._pool.watched(member, self._generate(member, prompts, pending))
         except ServerError as error:
             unanswered = list(pending.values())
@@ -241,7 +241,7 @@ class Batcher:
             else:
                 _fail(unanswered, error)
         except Exception as error:  # noqa: BLE001 - every episode whose turn it was raises it
-            _fail(pending.values(), error)
+            _fail(turns, error)  # those without an answer
         finally:
             note(f"{len(turns)} turns", start, who=member.url)
             self._requests[member] -= 1

@@ -292,7 +292,7 @@ class Parts(AbstractContextManager["Parts"]):
         """Make each source's player of episodes, which end at `longest` tokens."""
         return {name: source.play(servers, longest) for name, source in self.sources.items()}
 
-    def play(self, plays: Mapping[str, Play]) -> Play:
+    def training_play(self, plays: Mapping[str, Play]) -> Play:
         """Make the player of training, which plays each prompt as its source plays it."""
         lengths = {name: source.settings.max_tokens for name, source in self.sources.items()}
         return self._play_by_source(plays, lengths)

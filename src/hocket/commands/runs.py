@@ -293,7 +293,7 @@ def _run(
         trainer=trainer,
         servers=servers,
         stream=loaded.stream,
-        play=parts.play(plays),
+        play=parts.training_play(plays),
         scorer=parts.scorer(),
         shape=_shape(config),
         batches=parts.pipeline if replay is None else lambda new_batch: nullcontext(replay),
@@ -454,7 +454,7 @@ def roll_out(arguments: Sequence[str]) -> None:
         async def run() -> None:
             await parts.set_up()  # a reward that can't be set up fails before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
-                play = parts.play(parts.plays(servers, parts.longest))
+                play = parts.training_play(parts.plays(servers, parts.longest))
                 scorer = parts.scorer()
                 pipeline = parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer))
                 async with pipeline as batches:

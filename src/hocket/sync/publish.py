@@ -85,38 +85,38 @@ class Publisher:
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server; within `training`."""
         self.versions.current += 1
-        metrics = await self._deliver_and_check(self.pool.up, came=False)
+        metrics = await self._deliver_and_check(self.pool.up, joining=False)
         return metrics | {
             "sync/servers": float(len(self.pool.up)),
             "sync/version": float(self.versions.current),
         }
 
-    async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
+    async def _deliver_and_check(self, members: Sequence[Member], *, joining: bool) -> Metrics:
         """Send servers the current version, then let the parts check those that hold it.
 
-        `came`, as in RunPart.published: the servers are being brought up; else they are at work.
+        `joining`: the servers are being brought up; else they are at work.
         """
-        metrics = await self.deliver(members, came=came)
+        metrics = await self.deliver(members, joining=joining)
         loaded = [member for member in members if member.is_loaded]
         for part in self.parts:
-            metrics |= await part.published(loaded, came)
+            metrics |= await part.published(loaded, joining)
         return metrics
 
-    async def deliver(self, members: Sequence[Member], *, came: bool = False) -> Metrics:
+    async def deliver(self, members: Sequence[Member], *, joining: bool = False) -> Metrics:
         """Send servers the current version, and judge their answers."""
         servers = [member.server for member in members]
         delivery = await self.transport.deliver(self.versions.current, servers)
         for member in members:
             checksum, answer = delivery.answers[member.server]
-            self.judge(member, checksum, answer, does="refused", came=came)
+            self.judge(member, checksum, answer, does="refused", joining=joining)
         return delivery.metrics
 
     def judge(
-        self, member: Member, checksum: str, answer: Answer, *, does: str, came: bool = False
+        self, member: Member, checksum: str, answer: Answer, *, does: str, joining: bool = False
     ) -> None:
         """Mark a server loaded or lost by its answer to a version with this checksum.
 
-        `does` is the verb of the message: "refused". `came`: the server is being brought up. Raises
+        `does` is the verb of the message: "refused". `joining`: the server is being brought up. Raises
         SyncError where the server refuses the version, or holds something else.
         """
         version = self.versions.current
@@ -132,7 +132,7 @@ class Publisher:
 
         # A server at work that was lost meanwhile may be joining again. Its bring-up, with all
         # checks, decides then: not the answer to an earlier request.
-        if not came and not member.is_loaded:
+        if not joining and not member.is_loaded:
             return
         if isinstance(answer, HocketError):  # it comes back once a look finds it well
             self.pool.mark_lost(member, str(answer))
@@ -163,7 +163,7 @@ class Publisher:
             self.versions.start_above(max(health.version for health in healths.values()))
             for member in members:
                 check_model(healths[member])
-            metrics = await self._deliver_and_check(members, came=True)
+            metrics = await self._deliver_and_check(members, joining=True)
 
         seconds = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
         took = f"{metrics['sync/mebibytes']:.1f} MiB in {seconds:.2f} s"
