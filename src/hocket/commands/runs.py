@@ -104,7 +104,7 @@ def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
             steps = f"all {config.trainer.steps} steps are done"
             console.say(f"{steps}; for more of them raise trainer.steps")
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                # The other ranks wait for this trainer: only with it can they end.
+                # The other ranks have begun to follow a trainer: they end when it is closed here.
                 stack.enter_context(Parts.make(config, console)).trainer(needed=0)
             return 0
 
