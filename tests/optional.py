@@ -33,7 +33,7 @@ import lock  # noqa: E402 - of requirements/
 
 from hocket.common import environment  # noqa: E402
 from hocket.common.files import atomic_folder  # noqa: E402
-from hocket.common.processes import exit_with, kill_with_parent  # noqa: E402
+from hocket.common.processes import contained, exit_with  # noqa: E402
 from hocket.errors import SetupError  # noqa: E402
 
 FOLDER = environment.VENV / "optional"
@@ -228,8 +228,8 @@ def run(
 ) -> int:
     """Run a program that nothing of outlives this one; `keep` gets each line that it writes to stderr, shown, too."""
     pipe = subprocess.PIPE if keep else None
-    contained = kill_with_parent(command)
-    with subprocess.Popen(contained, cwd=ROOT, env=variables, stderr=pipe, text=True, stdin=subprocess.DEVNULL) as it:
+    line = contained(command)
+    with subprocess.Popen(line, cwd=ROOT, env=variables, stderr=pipe, text=True, stdin=subprocess.DEVNULL) as it:
         try:
             for line in it.stderr or ():
                 print(line, end="", file=sys.stderr, flush=True)

@@ -132,7 +132,7 @@ LeftOut = Literal["retired", "skipped"]
 class SizeRow(TypedDict):
     """A source's size: the first line of `ledger.jsonl`, of each of `data.sources`."""
 
-    step: NotRequired[Annotated[int, "0; absent before it is written"]]
+    step: NotRequired[Annotated[int, "0: the row is written before the first step"]]
     num_prompts: Annotated[int, "prompts of the source"]
     source: NotRequired[Annotated[str, "name in `data.sources`; absent without them"]]
 

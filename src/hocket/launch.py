@@ -253,28 +253,34 @@ def place(settings: LaunchConfig, size: int, gpus: Sequence[str]) -> Placement:
     if not gpus:
         return Placement([""] * num_servers, "", num_ranks, apart=False)
     apart = len(gpus) > 1 and not settings.share_gpu
-    rank_gpus = gpus
-    if apart:
-        if settings.servers is None:
-            # The ranks get as many as launch.trainers says, or the larger half.
-            num_rank_gpus = settings.trainers or len(gpus) - len(gpus) // 2
-            num_servers = max(1, (len(gpus) - num_rank_gpus) // size)
-        rank_gpus = gpus[num_servers * size :]
-        if settings.trainers is None:
-            num_ranks = max(1, len(rank_gpus))
-    server_gpus = gpus[: num_servers * size]
-    for setting, number, needed, available in (
-        ("launch.servers", num_servers, num_servers * size, len(server_gpus)),
-        ("launch.trainers", num_ranks, num_ranks, len(rank_gpus)),
-    ):
-        if needed > available:
-            raise ConfigError(
-                f"{setting}={number} needs {needed} GPUs, and of {len(gpus)} in all it has "
-                f"{available}: take more, or lower it, server.tensor_parallel_size, or the number "
-                "of the other side"
-            )
-    servers = [",".join(gpus[i : i + size]) for i in range(0, num_servers * size, size)]
+
+    # The servers' GPUs. By default the ranks get as many as launch.trainers says, or the larger
+    # half, and the servers the others.
+    if apart and settings.servers is None:
+        num_rank_gpus = settings.trainers or len(gpus) - len(gpus) // 2
+        num_servers = max(1, (len(gpus) - num_rank_gpus) // size)
+    num_needed = num_servers * size
+    server_gpus = gpus[:num_needed]
+    _refuse_too_few("launch.servers", num_servers, num_needed, len(server_gpus), len(gpus))
+
+    # The ranks' GPUs: those behind, or the same ones.
+    rank_gpus = gpus[num_needed:] if apart else gpus
+    if apart and settings.trainers is None:
+        num_ranks = max(1, len(rank_gpus))
+    _refuse_too_few("launch.trainers", num_ranks, num_ranks, len(rank_gpus), len(gpus))
+
+    servers = [",".join(server_gpus[i : i + size]) for i in range(0, num_needed, size)]
     return Placement(servers, ",".join(rank_gpus[:num_ranks]), num_ranks, apart)
+
+
+def _refuse_too_few(setting: str, number: int, needed: int, available: int, num_gpus: int) -> None:
+    """Raise ConfigError where one side, servers or ranks, needs more GPUs than it has."""
+    if needed > available:
+        raise ConfigError(
+            f"{setting}={number} needs {needed} GPUs, and of {num_gpus} in all it has "
+            f"{available}: take more, or lower it, server.tensor_parallel_size, or the number "
+            "of the other side"
+        )
 
 
 def visible_gpus() -> list[str]:

@@ -159,7 +159,7 @@ class Run:
         metrics = signal_metrics(scored_groups, self.stream.uses_pass_rates)
         publishes = bool(trainable) and self.trainer.policy_learns
         # Within this block no server is brought up: the trainer's weights change.
-        async with self.publisher.training(publishes=publishes) as turn_metrics:
+        async with self.publisher.training(publishes=publishes) as gpu_metrics:
             rollouts = [scored_group.group.rollouts for scored_group in scored_groups]
             metrics |= await self.check_rollouts(rollouts, bool(trainable))
             # The lowest of these bounds is the largest train/logprob_gap that may be trained.
@@ -189,7 +189,7 @@ class Run:
             if draw >= 0:  # replayed rollouts were not drawn
                 self.stream.settle(draw, outcome_of(scored_group, fault))
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
-        return metrics | turn_metrics
+        return metrics | gpu_metrics
 
     async def check_rollouts(
         self, groups: Sequence[Sequence[Rollout]], trains: bool | None

@@ -135,6 +135,8 @@ run_part = RUN_PARTS.register
 """Decorator of a function that makes a part for a run, or returns None if settings turn it off."""
 
 
+# Parts whose files were deleted. A setting that asks for one must not be ignored in silence.
+
 SETTINGS = {
     "checks": ("sync.check_every", "sync.check_share"),
     "timeline": ("observe.trace",),

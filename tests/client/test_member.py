@@ -13,9 +13,10 @@ from support.servers import FakeServer
 PATHS = {
     State.NEW: [],
     State.JOINING: [State.JOINING],
-    State.UP: [State.JOINING, State.UP],
+    State.CHECKING: [State.JOINING, State.CHECKING],
+    State.UP: [State.JOINING, State.CHECKING, State.UP],
     State.WAITING: [State.JOINING, State.WAITING],
-    State.LOST: [State.JOINING, State.UP, State.LOST],
+    State.LOST: [State.JOINING, State.CHECKING, State.LOST],
     State.LEFT_OUT: [State.JOINING, State.LEFT_OUT],
 }
 """How a server that nobody has looked at gets to each state."""

@@ -13,7 +13,7 @@ import pytest
 
 from hocket.client.batcher import Batcher, Turn
 from hocket.client.member import Member, State
-from hocket.client.pool import Deadline, ServerPool
+from hocket.client.pool import MAX_LOSSES, Deadline, ServerPool
 from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import ErrorBody, GenerateRequest, Health, SamplingParams, StreamLine, Toolbox
@@ -82,7 +82,7 @@ def bring_up(pool: ServerPool, check: Callable[[Member], None] = lambda member: 
 
     async def bring(there: Mapping[Member, Health]) -> None:
         for member, health in there.items():
-            pool.mark_up(member, health)  # as the transport reports, before it is checked
+            pool.mark_loaded(member, health)  # as the transport reports, before it is checked
             check(member)
             brought.append((member.url, health.session))
 
@@ -230,6 +230,78 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
     assert brought == sessions
 
 
+async def test_a_server_gets_no_turns_until_its_weights_are_checked(servers: Servers) -> None:
+    checking, checked = asyncio.Event(), asyncio.Event()
+
+    async def bring(healths: Mapping[Member, Health]) -> None:
+        for member, health in healths.items():
+            pool.mark_loaded(member, health)
+        checking.set()
+        await checked.wait()
+
+    async with Pool(servers) as pool:
+        checked.set()
+        first, second = await pool.wait_up()
+        pool.bring_up = bring
+        pool.mark_lost(first, "it broke")
+        first.next_look = 0.0
+        checking.clear()
+        checked.clear()
+        looking = asyncio.create_task(pool.look_at_all())
+        await checking.wait()
+        assert (first.state, first.session, pool.up) == (State.CHECKING, "s1", [second])
+        await play(pool, [[1], [2], [3], [4]])
+        assert (len(servers[0].played), len(servers[1].played)) == (0, 4)
+        checked.set()
+        await looking
+        assert pool.up == [first, second]
+        await play(pool, [[1], [2], [3], [4]])
+        assert (len(servers[0].played), len(servers[1].played)) == (2, 6)
+
+
+async def test_a_server_whose_check_is_broken_off_is_brought_up_again_before_it_works(servers: Servers) -> None:
+    checking = asyncio.Event()
+
+    async def bring(healths: Mapping[Member, Health]) -> None:
+        for member, health in healths.items():
+            pool.mark_loaded(member, health)
+        checking.set()
+        await asyncio.Event().wait()
+
+    async with Pool(servers[:1]) as pool:
+        pool.bring_up = bring
+        looking = asyncio.create_task(pool.wait_up())
+        await checking.wait()
+        await cancel([looking])
+        assert (pool.up, pool.members[0].state) == ([], State.WAITING)
+        brought = bring_up(pool)
+        assert await pool.wait_up() == pool.members
+        assert brought == [(servers[0].url, "s1")]
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 0), (0, 2), (-1, 0), (0, -1)])  # the first one is there already
+async def test_a_server_that_answers_what_nobody_asked_is_lost_and_its_turns_are_played_elsewhere(
+    servers: Servers, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.pool.LOST_REST_S", 60.0)
+    generate = servers[0].generate
+
+    async def confused(request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
+        async for line in generate(request, timeout_s=timeout_s):
+            yield line
+            yield line.model_copy(update={"prompt": place[0], "index": place[1]})
+
+    servers[0].generate = confused  # type: ignore[method-assign]
+    async with Pool(servers) as pool:
+        await pool.wait_up()
+        await play(pool, [[5]], n=2)
+        first = pool.members[0]
+        number, index = place
+        fact = f"{servers[0].url}/generate answered prompt {number}, sample {index} twice, or unasked"
+        assert (first.state, first.reason, first.in_flight) == (State.LOST, fact, 0)
+        assert sorted(servers[0].played + servers[1].played) == [f"5 {SEED}", f"5 {SEED + 1}"]
+
+
 async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline_with_it(
     servers: Servers, clock: fakes.Clock
 ) -> None:
@@ -297,7 +369,7 @@ async def test_what_fails_late_on_a_server_that_is_lost_disturbs_no_look_at_it(s
             loading.set()
             await loaded.wait()
             for one, health in there.items():
-                pool.mark_up(one, health)
+                pool.mark_loaded(one, health)
 
         pool.bring_up = load
         looking = asyncio.create_task(pool.wait_up())
@@ -416,7 +488,9 @@ async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: Servers, fail
     assert servers[1].requests == []
 
 
-async def test_an_answer_that_makes_no_sense_is_raised_with_its_stream_closed(servers: Servers) -> None:
+async def test_an_answer_that_nobody_asked_for_is_raised_after_three_losses(
+    servers: Servers,
+) -> None:
     tasks: list[Any] = []
 
     async def generate(request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
@@ -428,10 +502,11 @@ async def test_an_answer_that_makes_no_sense_is_raised_with_its_stream_closed(se
 
     servers[0].generate = generate  # type: ignore[method-assign]
     async with Pool(servers[:1]) as pool:
-        with pytest.raises(IndexError):
+        with pytest.raises(ServerError, match=r"Last error: .* answered prompt 7, sample 0 twice, or unasked"):
             await play(pool, [[1]])
-    begun, closed = tasks  # by the garbage collector it would be another one, after its deadline perhaps
-    assert closed is begun
+    assert len(tasks) == 2 * MAX_LOSSES
+    for begun, closed in zip(tasks[::2], tasks[1::2], strict=True):
+        assert closed is begun  # by the garbage collector it would be another one, after its deadline perhaps
 
 
 async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(servers: Servers) -> None:
@@ -621,7 +696,7 @@ async def test_turns_wait_for_no_company_where_a_server_has_become_idle_however_
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.client.batcher.time", clock := fakes.Clock())
-    monkeypatch.setattr("hocket.client.batcher.DOUBLES", 1)
+    monkeypatch.setattr("hocket.client.batcher.REQUESTS_PER_DOUBLING", 1)
     for server in servers:
         server.go.clear()
     kinds = [SamplingParams(max_tokens=10 + number) for number in range(9)]  # a request of each: 2 ms · 2 ** 9
@@ -782,7 +857,7 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
     async def load(there: Mapping[Member, Health]) -> None:
         await loaded.wait()
         for member, health in there.items():
-            pool.mark_up(member, health)
+            pool.mark_loaded(member, health)
 
     async with Pool(servers, trainer="mine") as pool:
         pool.bring_up = load

@@ -200,7 +200,7 @@ async def check_batch(settings: Config, monkeypatch: pytest.MonkeyPatch) -> None
         servers: Any = SimpleNamespace(members=[])
         plan = Plan(label="s", sampling=SAMPLING, group_size=2, wanted=20, at_most=20, deadline=Deadline(60.0))
         plays = mixed.plays(servers, mixed.longest)
-        batch = await collect(plan, loaded.stream.take, mixed.play(plays), mixed.scorer())
+        batch = await collect(plan, loaded.stream.take, mixed.training_play(plays), mixed.scorer())
         evaluation = mixed.evaluation(loaded.held_out, plays)
         metrics, groups = await evaluation.run("eval")
     of = {name: next(one for one in batch.groups if one.source == name) for name in settings.sources}

@@ -9,6 +9,7 @@ from hocket.commands.sources import PromptSource
 from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.data import tokenizer as tokenizers
+from hocket.data.tokenizer import SequenceLimit
 from hocket.observe.console import Console
 from support.examples import shown
 
@@ -33,7 +34,7 @@ def source() -> Callable[..., tuple[PromptSource, list[str]]]:
         with Console(1) as console:
             console.say = said.append  # type: ignore[method-assign]
             return PromptSource(
-                config.default_source, config, tokenizer, (1024, "model.max_length=1024"), console
+                config.default_source, config, tokenizer, SequenceLimit(1024, "model.max_length=1024"), console
             ), said
 
     return make
@@ -76,7 +77,7 @@ def test_the_example_of_a_source_loads_its_prompts() -> None:
             "PromptSource": PromptSource,
             "config": load(None, [f"model.path={MODEL}", "data.limit=4", "rollout.max_tokens=16"]),
             "tokenizer": tokenizers.load(str(MODEL)),
-            "longest": (1024, "model.max_length=1024"),
+            "limit": SequenceLimit(1024, "model.max_length=1024"),
             "console": console,
         }
         exec(shown(sources_module, "source = PromptSource"), names)

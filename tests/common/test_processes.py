@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hocket.common.processes import kill_with_parent, without_secrets
+from hocket.common.processes import contained, without_secrets
 from support.processes import wait_for
 from support.programs import run_code
 
@@ -60,7 +60,7 @@ def test_interrupting_the_tests_leaves_nothing_running(tmp_path: Path, signum: s
     [("", 0), ("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)],
 )
 def test_the_exit_status_is_the_commands_own(code: str, status: int) -> None:
-    assert subprocess.run(kill_with_parent([sys.executable, "-S", "-c", code]), check=False).returncode == status
+    assert subprocess.run(contained([sys.executable, "-S", "-c", code]), check=False).returncode == status
 
 
 def test_a_command_ends_with_its_status_though_a_thread_hangs() -> None:

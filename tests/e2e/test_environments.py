@@ -56,7 +56,7 @@ async def groups_of(
         deadline=Deadline(120),
     )
     async with ServerPool(settings.server_urls) as servers:
-        play = parts.play(parts.plays(servers, parts.longest))
+        play = parts.training_play(parts.plays(servers, parts.longest))
         with scorer_of_all(settings.rewards) as scorer:
             return (await collect(plan, drawing(prompts[:num_prompts]), play, scorer)).groups
 

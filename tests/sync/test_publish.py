@@ -204,6 +204,24 @@ async def test_an_answer_to_an_update_neither_brings_up_nor_loses_a_server_that_
     assert world.disk.sent[-2:] == [(6, world.up), (6, [A])]
 
 
+async def test_a_server_works_only_once_the_parts_of_the_run_have_checked_it() -> None:
+    world = make()
+    seen: list[tuple[list[str], list[str]]] = []  # servers to check, and those at work
+
+    class Checks:
+        async def published(self, members: Sequence[Member], came: bool) -> Metrics:
+            seen.append(([member.url for member in members], world.up))
+            if came and len(members) > 1:
+                raise SyncError("one of them computes with other weights")
+            return {}
+
+    world.sync.parts = [Checks()]
+    await world.pool.wait_up()
+    assert seen == [([A, B], []), ([A], []), ([B], [A])]
+    await world.sync.publish()
+    assert seen[-1] == ([A, B], [A, B])
+
+
 async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is_said_and_counted() -> None:
     world = await make_up(collective=True)
     assert (await world.sync.publish())["sync/fallbacks"] == 0.0

@@ -51,8 +51,10 @@ def policy_loss(
     "none" takes old = rollout, so w = 1.
     """
     mask_bt = batch.mask_bt
-    # The trainer's log-probs before the step, or those of this pass where none were measured.
+    # The trainer's log-probs before the step: as measured, or else those of this pass.
     trainer_bt = batch.columns.get("old_logprobs", logprobs_bt).detach()
+    # Those of the policy that r compares with. Where nothing was measured, and nothing corrects for
+    # the engine, it is the engine's.
     old_bt = trainer_bt
     if "old_logprobs" not in batch.columns and config.correction == "none":
         old_bt = batch.rollout_logprobs_bt

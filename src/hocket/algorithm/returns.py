@@ -75,7 +75,7 @@ def advantages_by_turn(
         trained += row.turns
     order = torch.tensor([turn.number for turn in trained]).argsort()
     sizes = torch.tensor([turn.tokens for turn in trained])
-    firsts = sizes.cumsum(0) - sizes  # place of each turn's first token among the sampled ones
+    first_places = sizes.cumsum(0) - sizes  # of each turn's first token among the sampled ones
 
     # A turn pays for the KL of all its tokens.
     kl_n = torch.cat([row.kl_n for row in rows])
@@ -85,7 +85,7 @@ def advantages_by_turn(
     columns = {}
     for name in choice.needs:
         values_n = torch.cat([at_sampled(row.columns[name], row.sequence) for row in rows])
-        columns[f"{name}_t"] = values_n[firsts][order]
+        columns[f"{name}_t"] = values_n[first_places][order]
 
     # Back from the order of steps to that of the rows, and from turns to tokens.
     advantages_k, targets_k = _advantages_and_targets(choice, algorithm, rewards_k, columns)

@@ -79,14 +79,7 @@ def shape(
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
         if score.error is not None:
             continue
-        # Tests of log-probs (extras/checks) may use a token only if whether it is trained did not
-        # depend on what was sampled. Groups are filtered by the variance of their rewards, so the
-        # trained ones are a biased sample: they hold more of the rare answers than the policy
-        # draws, and a test of their log-probs would accuse a correct server. A rollout is unbiased
-        # if no group is filtered, or if the rewards before it differ already: its group is then
-        # trained whatever this rollout answered. (Where reward_range or mask_truncated filter as
-        # well, those tests use no trained sample at all.)
-        is_unbiased = not needs_spread or not are_equal(rewards)
+        is_unbiased = _is_unbiased(rewards, needs_spread)
         penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
         reward = score.total - penalty
         turns = turns_of(rollout, env_weight) if algorithm.by_turn else ()
@@ -98,6 +91,18 @@ def shape(
     reason = _why_no_signal(scored, algorithm, needs_spread and has_equal_rewards)
     passes = tuple(item.parts[pass_reward] for item in scored if pass_reward in item.parts)
     return ScoredGroup(group, tuple(scored), has_equal_rewards, reason, passes)
+
+
+def _is_unbiased(rewards_before: Sequence[float], needs_spread: bool) -> bool:
+    """Check whether a rollout is trained whatever it answered: an unbiased sample.
+
+    Groups with equal rewards are not trained, so the trained ones hold more of the rare answers
+    than the policy draws. Tests of log-probs (extras/checks) would accuse a correct server by them.
+    They may use a rollout if no group is left out for equal rewards, or if the rewards before this
+    one in its group differ already. (Where reward_range or mask_truncated filter as well, they use
+    no trained sample at all.)
+    """
+    return not needs_spread or not are_equal(rewards_before)
 
 
 def _why_no_signal(
@@ -349,6 +354,7 @@ def _by_steps(
     kl_coef: float,
 ) -> Tensor:
     """Compute an advantage per sampled token of all rows, float64 [n], rollout by rollout."""
+    # The rows are in the order of their rollouts, so the parts below are in that of the rows.
     rows_of: dict[int, list[TrainedSequence]] = {}
     for row in rows:
         rows_of.setdefault(row.owner, []).append(row)

@@ -29,10 +29,11 @@ from hocket.protocol import (
 )
 from hocket.types import Image, TokenIds
 
-# A turn waits for others to share its request: this many seconds while a server is idle, and twice
-# as long for every DOUBLES requests in flight on the least busy server, up to about a second.
+# A turn waits for others to share its request, for WINDOW_S * 2 ** (r / REQUESTS_PER_DOUBLING)
+# seconds, where r requests are in flight on the least busy server. It is doubled MAX_DOUBLINGS times
+# at most, which is about a second.
 WINDOW_S = 0.002
-DOUBLES = 8
+REQUESTS_PER_DOUBLING = 8
 MAX_DOUBLINGS = 9
 MAX_TURNS = MAX_PROMPTS  # turns in one request
 
@@ -84,8 +85,8 @@ class Turn:
                 raise ServerError(message, code="protocol")
 
 
-class _Kind(NamedTuple):
-    """What the turns of one request have in common."""
+class _RequestKey(NamedTuple):
+    """What a request has only once: turns with the same key can share one."""
 
     member: Member
     sampling: SamplingParams
@@ -119,8 +120,8 @@ class Batcher:
         self._tools = tools
         self._waiting: list[Turn] = []
         self._requests = Counter[Member]()  # number of requests in flight on each server
-        # By batch, of which each has a deadline of its own, and by group: the server that has the
-        # group's prefix cached, and the number of tokens of its first turns.
+        # The home of each group: the server that has its prefix cached, and the number of tokens of
+        # the group's first turns. A batch's groups are forgotten with the batch's deadline.
         self._homes = WeakKeyDictionary[Deadline, dict[str, tuple[Member, int]]]()
 
     async def ask(self, turn: Turn) -> Completion:
@@ -157,7 +158,7 @@ class Batcher:
 
     def _window_s(self) -> float:
         fewest = min((self._requests[member] for member in self._pool.up), default=0)
-        return WINDOW_S * 2 ** min(fewest / DOUBLES, MAX_DOUBLINGS)
+        return WINDOW_S * 2 ** min(fewest / REQUESTS_PER_DOUBLING, MAX_DOUBLINGS)
 
     # Which server gets which turns
 
@@ -165,17 +166,19 @@ class Batcher:
         self, turns: Sequence[Turn], up: Sequence[Member]
     ) -> Iterator[tuple[Member, Sequence[Turn]]]:
         """Divide turns into requests: pairs of a server and its turns, urgent ones first."""
-        kinds = self._by_kind(turns, up)
-        for kind in sorted(kinds, key=lambda kind: kind.deadline.left_s):
-            kind_turns = kinds[kind]
-            # Each prompt of a request brings its images along, and all have the same ones here.
-            size = sum(len(image.data) for image in kind.images)
-            at_most = min(MAX_TURNS, IMAGE_BYTES // size) if size else MAX_TURNS
-            for start in range(0, len(kind_turns), at_most):
-                yield kind.member, kind_turns[start : start + at_most]
+        turns_by_key = self._by_key(turns, up)
+        for key in sorted(turns_by_key, key=lambda key: key.deadline.left_s):
+            # Every turn may need a prompt of its own, which brings its images along.
+            image_bytes = sum(len(image.data) for image in key.images)
+            at_most = MAX_TURNS
+            if image_bytes:
+                at_most = min(MAX_TURNS, IMAGE_BYTES // image_bytes)
+            turns_of_key = turns_by_key[key]
+            for start in range(0, len(turns_of_key), at_most):
+                yield key.member, turns_of_key[start : start + at_most]
 
-    def _by_kind(self, turns: Sequence[Turn], up: Sequence[Member]) -> dict[_Kind, list[Turn]]:
-        """Choose a server for each group, and sort the turns by all that a request has once."""
+    def _by_key(self, turns: Sequence[Turn], up: Sequence[Member]) -> dict[_RequestKey, list[Turn]]:
+        """Choose a server for each group, and sort the turns by the key of their request."""
         groups: dict[tuple[Deadline, str], list[Turn]] = defaultdict(list)
         sizes = Counter[tuple[Deadline, str]]()  # tokens of each group
         for turn in turns:
@@ -185,14 +188,14 @@ class Batcher:
 
         # The largest groups choose first: small ones even the load out.
         load = {member: member.in_flight for member in up}
-        kinds: dict[_Kind, list[Turn]] = defaultdict(list)
+        turns_by_key: dict[_RequestKey, list[Turn]] = defaultdict(list)
         for group, size in sizes.most_common():
             member = self._choose(group, size, load)
             load[member] += size
             for turn in groups[group]:
-                kind = _Kind(member, turn.sampling, turn.deadline, turn.images)
-                kinds[kind].append(turn)
-        return kinds
+                key = _RequestKey(member, turn.sampling, turn.deadline, turn.images)
+                turns_by_key[key].append(turn)
+        return turns_by_key
 
     def _choose(self, group: tuple[Deadline, str], size: int, load: dict[Member, int]) -> Member:
         """Choose a group's server: the least busy one, or its last one unless that is much busier.
@@ -213,57 +216,74 @@ class Batcher:
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server generate turns. Those that it loses wait again."""
-        todo = dict.fromkeys(turns)  # the turns without an answer: a set that keeps the order
+        # The turns without an answer, by the numbers of prompt and sample in the request.
+        pending: dict[tuple[int, int], Turn] = {}
         start = time.perf_counter()
         self._requests[member] += 1
-        member.in_flight += sum(turn.tokens for turn in todo)
         try:
-            await self._pool.watched(member, self._generate(member, turns, todo))
+            prompts = _by_prompt(turns)
+            for number, samples in enumerate(prompts):
+                for index, turn in enumerate(samples):
+                    pending[number, index] = turn
+            member.in_flight += sum(turn.tokens for turn in turns)
+            await self._pool.watched(member, self._generate(member, prompts, pending))
         except ServerError as error:
+            unanswered = list(pending.values())
             if turns[0].deadline.over:
-                _fail(todo, error)
+                _fail(unanswered, error)
             elif self._pool.loses(member, error):
-                for turn in todo:
+                for turn in unanswered:
                     _count_loss(turn, error)
-                self._enqueue(todo)
+                self._enqueue(unanswered)
             elif error.outcome is ErrorOutcome.AGAIN:
                 await asyncio.sleep(POLL_S)
-                self._enqueue(todo)
+                self._enqueue(unanswered)
             else:
-                _fail(todo, error)
+                _fail(unanswered, error)
         except Exception as error:  # noqa: BLE001 - every episode whose turn it was raises it
-            _fail(todo, error)
+            _fail(turns, error)  # those without an answer
         finally:
             note(f"{len(turns)} turns", start, who=member.url)
             self._requests[member] -= 1
-            member.in_flight -= sum(turn.tokens for turn in todo)
+            # `_generate` has taken off the tokens of the turns that it has answered.
+            member.in_flight -= sum(turn.tokens for turn in pending.values())
 
     async def _generate(
-        self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]
+        self,
+        member: Member,
+        prompts: Sequence[Sequence[Turn]],
+        pending: dict[tuple[int, int], Turn],
     ) -> None:
-        """Answer turns as completions come, and take them out of `todo` and the server's load."""
-        prompts = _by_prompt(turns)
+        """Answer turns as completions come: take them out of `pending` and the server's load."""
         first_turns = [samples[0] for samples in prompts]
         request = GenerateRequest(
             prompts=[prompt_input(turn.token_ids, turn.images) for turn in first_turns],
             begun=[turn.begun for turn in first_turns],
-            sampling=turns[0].sampling,
+            sampling=first_turns[0].sampling,
             seeds=[[turn.seed for turn in samples] for samples in prompts],
             session=member.session,
             tools=self._tools,
         )
-        timeout_s = turns[0].deadline.left_s
+        timeout_s = first_turns[0].deadline.left_s
         async with aclosing(member.server.generate(request, timeout_s=timeout_s)) as lines:
             async for line in lines:
-                turn = prompts[line.prompt][line.index]
+                place = line.prompt, line.index
+                if place not in pending:
+                    raise ServerError(
+                        f"{member.url}/generate answered prompt {line.prompt}, sample {line.index} "
+                        "twice, or unasked",
+                        code="protocol",
+                    )
+                turn = pending[place]
                 turn.check(line.completion, member.url)
-                del todo[turn]
+                del pending[place]
                 member.in_flight -= turn.tokens
                 if not turn.answer.done():
                     turn.answer.set_result(line.completion)
-        if todo:
+        if pending:
             raise ServerError(
-                f"{member.url}/generate ended {len(todo)} completions too early", code="protocol"
+                f"{member.url}/generate ended {len(pending)} completions too early",
+                code="protocol",
             )
 
 

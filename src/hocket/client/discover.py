@@ -35,7 +35,8 @@ async def _look_up(pool: ServerPool, find: Callable[[], Awaitable[Sequence[str]]
         pool.not_found = ""
     except Exception as error:  # noqa: BLE001 - the run goes on with the servers that it has
         # A look-up that fails again and again is reported once, until one succeeds.
-        if not pool.not_found:
+        is_first_failure = not pool.not_found
+        if is_first_failure:
             pool.say(f"{error}. Those known so far are kept")
         pool.not_found = str(error)
 

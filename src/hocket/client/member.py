@@ -13,6 +13,7 @@ class State(enum.Enum):
 
     NEW = "new"  # nobody has looked at it yet
     JOINING = "joining"  # a look is under way: if the server is well, it gets the current weights
+    CHECKING = "checking"  # it holds the current weights, which the run's parts still check
     UP = "up"  # it holds the current weights, and works
     WAITING = "waiting"  # it does not answer yet, is updating, or another trainer has it
     LOST = "lost"  # it failed at its work
@@ -21,8 +22,10 @@ class State(enum.Enum):
 
 TRANSITIONS = {
     State.NEW: {State.JOINING},
-    State.JOINING: {State.UP, State.WAITING, State.LOST, State.LEFT_OUT},
-    State.UP: {State.LOST, State.JOINING},  # JOINING: a check failed, so it is brought up again
+    State.JOINING: {State.CHECKING, State.WAITING, State.LOST, State.LEFT_OUT},
+    # JOINING: a check has failed, so each server is brought up alone. WAITING: it was broken off.
+    State.CHECKING: {State.UP, State.JOINING, State.WAITING, State.LOST},
+    State.UP: {State.LOST},
     State.WAITING: {State.JOINING},
     State.LOST: {State.JOINING},
     State.LEFT_OUT: {State.JOINING},
@@ -63,9 +66,19 @@ class Member:
         return self._state is State.UP
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether the server holds the current weights, checked or not."""
+        return self._state in (State.CHECKING, State.UP)
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether a look at the server is under way, which may bring it up."""
+        return self._state in (State.JOINING, State.CHECKING)
+
+    @property
     def is_resting(self) -> bool:
         """Whether the server waits for the next look."""
-        return self._state not in (State.JOINING, State.UP)
+        return not (self.is_joining or self.is_up)
 
     @property
     def kv_tokens(self) -> int:

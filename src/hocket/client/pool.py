@@ -61,9 +61,9 @@ class Deadline:
 Look = Callable[[Member], Awaitable[Health]]
 """Asks a server how it is. Raises ServerError where this run can't have the server."""
 BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
-"""Gives servers the current weights, and marks each of them up, lost or waiting.
+"""Gives servers the current weights, checks them, and marks each of them loaded, lost or waiting.
 
-Raises HocketError where one of them fails.
+Those that are loaded work once it has returned. Raises HocketError where one of them fails.
 """
 
 
@@ -101,7 +101,7 @@ class ServerPool:
         self.members: list[Member] = []
         # Whether the settings name each server. Then a server that can't be used is a mistake.
         self.is_listed = True
-        self.not_found = ""  # why discovery names no server, for messages
+        self.not_found = ""  # why discovery finds no server; "" while it does
         # Hooks: take_over.py replaces the first two, commands/parts.py the last two.
         self.look: Look = _health
         # Ends the pool's work, and frees servers that a trainer has claimed.
@@ -111,7 +111,6 @@ class ServerPool:
         self._repeated: list[tuple[float, Callable[[], Awaitable[None]]]] = []
         self._reported: set[str] = set()  # lines about servers left out: each is said once
         self._looking = asyncio.Lock()
-        self._is_down = True  # no server is up
         # How many turns or episodes wait with each deadline; it stops while no server is up.
         self._deadlines = Counter[Deadline]()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -178,15 +177,14 @@ class ServerPool:
         Deadlines stop when the last server goes down, and go on when the first one is up again.
         """
         member.move(state, reason)
-        self._is_down = not self.up
         for deadline in self._deadlines:
             self._stop_if_down(deadline)
 
     def _stop_if_down(self, deadline: Deadline) -> None:
-        if self._is_down:
-            deadline.stop()
-        else:
+        if self.up:
             deadline.go_on()
+        else:
+            deadline.stop()
 
     @contextmanager
     def waiting(self, deadline: Deadline) -> Iterator[None]:
@@ -247,9 +245,9 @@ class ServerPool:
             try:
                 await self._look_at(due)
             finally:
-                # A look may end early, by an error or a cancelled task: nothing stays in JOINING.
+                # A look may end early, by an error or a cancelled task: no server stays joining.
                 for member in due:
-                    if member.state is State.JOINING:
+                    if member.is_joining:
                         self._move(member, State.WAITING, "the look at it was broken off")
 
     async def _look_at(self, due: Sequence[Member]) -> None:
@@ -282,7 +280,7 @@ class ServerPool:
         """
         now = time.monotonic()
         pause = now - since
-        if not self._is_down:
+        if self.up:
             pause /= LOOKING_SHARE
         member.next_look = now + max(POLL_S, pause)
 
@@ -291,7 +289,8 @@ class ServerPool:
 
         If it can't, the server is moved to the state that says why not.
         """
-        # Two addresses of one process: it would count twice in the load.
+        # Two addresses of one process: it would count twice in the load. The member's own session
+        # was forgotten when the look began.
         for other in self.members:
             if other.session == health.session:
                 error = ServerError(f"it is {other.url} under another name", code="same_server")
@@ -310,63 +309,81 @@ class ServerPool:
         """Bring up servers together or, where that fails, one by one."""
         start = time.monotonic()
         try:
-            await self.bring_up(healths)
-        except (ServerError, SyncError) as error:
-            # Which one has failed shows once each is brought up alone.
-            for member in healths:
-                if member.is_up:  # it took the weights, but not all checks have passed
-                    self._move(member, State.JOINING, str(error))
+            if len(healths) > 1 and await self._error_of_bringing_up(healths) is None:
+                return
+            # Which one has failed shows when each is brought up alone.
             for member, health in healths.items():
                 if member.state is not State.JOINING:
                     continue
-                if len(healths) == 1:
+                error = await self._error_of_bringing_up({member: health})
+                if error is not None and member.state is State.JOINING:
                     self._set_aside(member, error)
-                else:
-                    await self._bring_up({member: health})
         finally:
             for member in healths:
                 self._rest(member, since=start)
 
+    async def _error_of_bringing_up(
+        self, healths: Mapping[Member, Health]
+    ) -> ServerError | SyncError | None:
+        """Bring up servers together, so that they work from now on.
+
+        If that fails, none of them works, and the error is returned.
+        """
+        error: ServerError | SyncError | None = None
+        try:
+            await self.bring_up(healths)
+        except (ServerError, SyncError) as failure:
+            error = failure
+        for member in healths:
+            if member.state is State.CHECKING and error is None:
+                self._move(member, State.UP)
+            elif member.state is State.CHECKING:
+                self._move(member, State.JOINING, str(error))
+        return error
+
     async def _with_their_weights(self, healths: Mapping[Member, Health]) -> None:
-        """Mark servers up with the weights that they have: a run that publishes none."""
+        """Take servers with the weights that they have, in a run that publishes none."""
         for member, health in healths.items():
-            self.mark_up(member, health)
+            self.mark_loaded(member, health)
 
     def _set_aside(self, member: Member, error: ServerError | SyncError) -> None:
         """Note why a server can't be used. Where waiting won't help, say it once or end the run."""
-        if isinstance(error, SyncError):
-            ends_run = not self.up
-        elif error.foreign:
-            ends_run = self.is_listed  # one that is discovered may be another run's
-        elif error.code in ("protocol", "same_server"):
-            # A proxy answers 5xx while a server starts, and anything while one starts again.
-            is_only_one = self.is_listed and len(self.members) == 1 and member.health is None
-            ends_run = is_only_one and error.status in (None, 404)
-        elif error.code == "unreachable":
-            self._move(member, State.WAITING, "nothing answers there yet")
-            return
-        else:
-            self._move(member, State.WAITING, str(error))
-            return
+        if isinstance(error, ServerError) and not error.foreign:
+            if error.code == "unreachable":
+                self._move(member, State.WAITING, "nothing answers there yet")
+                return
+            if error.code not in ("protocol", "same_server"):
+                self._move(member, State.WAITING, str(error))
+                return
 
         self._move(member, State.LEFT_OUT, str(error))
-        if ends_run:
+        if self._ends_run(member, error):
             raise error
         line = f"server {member.url} is left out: {error}"
         if line not in self._reported:
             self._reported.add(line)
             self.say(line)
 
+    def _ends_run(self, member: Member, error: ServerError | SyncError) -> bool:
+        """Check whether a server that is left out ends the run."""
+        if isinstance(error, SyncError):
+            return not self.up
+        if error.foreign:
+            return self.is_listed  # one that is discovered may be another run's
+        # A proxy answers 5xx while a server starts, and anything while one starts again.
+        is_only_one = self.is_listed and len(self.members) == 1 and member.health is None
+        return is_only_one and error.status in (None, 404)
+
     # Servers at work
 
-    def mark_up(self, member: Member, answer: Health | ReloadResponse) -> None:
-        """Have a server that holds the current weights work from now on, or go on.
+    def mark_loaded(self, member: Member, answer: Health | ReloadResponse) -> None:
+        """Note that a server holds the current weights.
 
-        One that was lost meanwhile stays as it is.
+        One that joins works once `bring_up` has returned. One that was lost meanwhile stays lost.
         """
         if member.state is State.JOINING:
-            self._move(member, State.UP)
-        if member.is_up:
+            self._move(member, State.CHECKING, "its weights are being checked")
+        if member.is_loaded:
             member.session = answer.session
             member.version = answer.version
 
@@ -379,10 +396,10 @@ class ServerPool:
         """Give a server no more work until a look finds it well. A resting one stays as it is."""
         if member.is_resting:
             return
-        was_up = member.is_up
+        was_loaded = member.is_loaded
         self._move(member, State.LOST, reason)
         member.next_look = time.monotonic() + LOST_REST_S  # the others get its work first
-        if was_up:
+        if was_loaded:
             self.say(f"lost server {member.url}: {reason}")
             self.on_change()
 

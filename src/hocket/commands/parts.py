@@ -130,17 +130,17 @@ class Parts(AbstractContextManager["Parts"]):
                 tokenizer = model_folder.examine(config.model)
             else:
                 tokenizer = tokenizers.load(config.model.path)
-            longest, limit = tokenizers.longest_sequence(config.model, config.trainer)
+            limit = tokenizers.longest_sequence(config.model, config.trainer)
             by_name = {}
             for name, settings in config.sources.items():
-                by_name[name] = PromptSource(settings, config, tokenizer, (longest, limit), console)
+                by_name[name] = PromptSource(settings, config, tokenizer, limit, console)
             return cls(
                 config=config,
                 console=console,
                 servers=Servers(config),
                 calls=calls,
                 tokenizer=tokenizer,
-                longest=longest,
+                longest=limit.tokens,
                 sources=by_name,
                 stack=stack.pop_all(),
             )
@@ -292,12 +292,12 @@ class Parts(AbstractContextManager["Parts"]):
         """Make each source's player of episodes, which end at `longest` tokens."""
         return {name: source.play(servers, longest) for name, source in self.sources.items()}
 
-    def play(self, plays: Mapping[str, Play]) -> Play:
+    def training_play(self, plays: Mapping[str, Play]) -> Play:
         """Make the player of training, which plays each prompt as its source plays it."""
         lengths = {name: source.settings.max_tokens for name, source in self.sources.items()}
-        return self._play(plays, lengths)
+        return self._play_by_source(plays, lengths)
 
-    def _play(self, plays: Mapping[str, Play], lengths: Mapping[str, int]) -> Play:
+    def _play_by_source(self, plays: Mapping[str, Play], lengths: Mapping[str, int]) -> Play:
         """Make a player that looks up a prompt's source, its player and its tokens per answer."""
 
         async def play(prompt: Prompt, slot: Slot) -> Rollout:
@@ -347,7 +347,7 @@ class Parts(AbstractContextManager["Parts"]):
         batches_before = int(config.pipeline.max_staleness)
         return Evaluation(
             prompts=prompts,
-            play=self._play(plays, lengths),
+            play=self._play_by_source(plays, lengths),
             scorer=self._scorer(lambda source: [source.eval_reward]),
             rewards=rewards,
             samples=settings.samples,
@@ -441,7 +441,7 @@ class Parts(AbstractContextManager["Parts"]):
                     refuse_other_model(self.config, self.tokenizer, member.url, health)
                     serves = f"the server at {member.url} serves {health.model}"
                     say(f"{serves}, version {health.version}")
-                    servers.mark_up(member, health)
+                    servers.mark_loaded(member, health)
 
             servers.bring_up = bring_up
             await servers.wait_up()

@@ -104,7 +104,7 @@ def _lead(config: Config, dry_run: bool, serve: bool, on_step: OnStep) -> int:
             steps = f"all {config.trainer.steps} steps are done"
             console.say(f"{steps}; for more of them raise trainer.steps")
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                # The other ranks wait for this trainer: only with it can they end.
+                # The other ranks have begun to follow a trainer: they end when it is closed here.
                 stack.enter_context(Parts.make(config, console)).trainer(needed=0)
             return 0
 
@@ -293,7 +293,7 @@ def _run(
         trainer=trainer,
         servers=servers,
         stream=loaded.stream,
-        play=parts.play(plays),
+        play=parts.training_play(plays),
         scorer=parts.scorer(),
         shape=_shape(config),
         batches=parts.pipeline if replay is None else lambda new_batch: nullcontext(replay),
@@ -454,7 +454,7 @@ def roll_out(arguments: Sequence[str]) -> None:
         async def run() -> None:
             await parts.set_up()  # a reward that can't be set up fails before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
-                play = parts.play(parts.plays(servers, parts.longest))
+                play = parts.training_play(parts.plays(servers, parts.longest))
                 scorer = parts.scorer()
                 pipeline = parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer))
                 async with pipeline as batches:

@@ -53,7 +53,10 @@ class Servers:
         return answering
 
     async def expected(self) -> bool:
-        """Check whether no server has to be started: the config names some, or one answers."""
+        """Check whether there are servers to wait for: the config names some, or one answers.
+
+        If not, the command has to start one.
+        """
         return self.config.names_servers or bool(await self.up(lambda line: None))
 
     async def wait_for_gpu(self, **callbacks: Callable[..., None]) -> None:
@@ -81,8 +84,9 @@ class Servers:
         """True if a server may be on a GPU of the trainer's machine."""
         if self.config.launch.share_gpu:
             return True
-        may_be_here = bool(visible_gpus()) and not self.config.gpus_apart
-        return self.config.pipeline.replay is None and may_be_here
+        if self.config.pipeline.replay is not None:
+            return False  # a replay needs no server
+        return bool(visible_gpus()) and not self.config.gpus_apart
 
     def pool(self, trainer: str | None = None, **callbacks: Callable[..., None]) -> ServerPool:
         """Make the pool of the servers.

@@ -17,6 +17,7 @@ from hocket.data.curriculum import bind
 from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.stream import PromptStream
+from hocket.data.tokenizer import SequenceLimit
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
@@ -77,7 +78,7 @@ class PromptSource:
 
     Example: load the training prompts of a run with a single source.
 
-        source = PromptSource(config.default_source, config, tokenizer, longest, console)
+        source = PromptSource(config.default_source, config, tokenizer, limit, console)
         prompts, needed = source.training()
         stream = source.stream(prompts, share=1.0)
     """
@@ -87,18 +88,18 @@ class PromptSource:
         settings: SourceSettings,
         config: Config,
         tokenizer: Any,
-        longest: tuple[int, str],
+        limit: SequenceLimit,
         console: Console,
     ) -> None:
         """Make the source of these settings, in the run of `config`.
 
-        `longest` is the number of tokens that a sequence may have, and the setting that limits it.
         Raises ConfigError if the reward env is named, but the environment gives none.
         """
         self.settings = settings
         self._config = config
         self._tokenizer = tokenizer
-        self._longest, self._limit = longest
+        self._longest = limit.tokens
+        self._limit = limit.setting
         self._console = console
         env = settings.env
         self._environment = environments.bind(env.name, env.model_extra)

@@ -79,12 +79,13 @@ def ensure(command: str, *, install: bool = True, update: bool = True) -> None:
         has_older = "lock" in _state() and _python().exists()
         users = _users()
         if has_older and (users or not update):
+            # The older one serves. The process that _enter starts below comes here again, inside.
             if is_inside:
                 _stay(command, users if update else [])
         elif install:
             _install(command)
         else:
-            return
+            return  # this interpreter goes on, with the packages that it has
     if not is_inside:
         _enter()
 

@@ -147,7 +147,7 @@ def without_secrets() -> dict[str, str]:
     return variables
 
 
-def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:
+def contained(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:
     """Make the command line that runs `command` and kills its processes when this one ends.
 
     The limits, 0 for none, hold for all processes of the command together.

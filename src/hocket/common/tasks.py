@@ -84,21 +84,21 @@ def _run_in(
     thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]
 ) -> Any:
     """Run a coroutine in another thread; an interrupt of this thread cancels it there."""
-    started = Future[Any]()  # gets the coroutine's task, as soon as that runs
+    task_there = Future[Any]()  # the coroutine's task in the other thread, once that runs
 
-    async def start() -> Any:
-        started.set_result(asyncio.current_task())
+    async def work() -> Any:
+        task_there.set_result(asyncio.current_task())
         return await coroutine
 
     try:
-        running = thread.submit(runner.run, start())
+        running = thread.submit(runner.run, work())
         # Wake up now and then: a signal that another thread takes does not end this one's wait.
         while not running.done():
             wait([running], timeout=LOOK_S)
         return running.result()
     except KeyboardInterrupt:  # only the main thread gets it
         with suppress(TimeoutError):  # the interrupt came before the coroutine was submitted
-            task = started.result(timeout=END_S)
+            task = task_there.result(timeout=END_S)
             task.get_loop().call_soon_threadsafe(task.cancel)
         raise
 
@@ -116,6 +116,9 @@ def starting() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+# Threads
 
 
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -165,6 +168,9 @@ async def look_up(function: Callable[..., T], *args: Any) -> T:
         future = _LOOK_UPS[key] = in_own_thread(partial(function, *args))
         future.add_done_callback(lambda _: _LOOK_UPS.pop(key))
     return await asyncio.wrap_future(future)
+
+
+# Several coroutines at once
 
 
 async def as_completed(
@@ -238,6 +244,9 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         metrics[name] = metrics.get(name, 0.0) + note(name, start)
+
+
+# Seeds
 
 
 def seed_of(*parts: object) -> int:

@@ -168,8 +168,8 @@ class LossKnobs(Section):
     divided by rollout.max_tokens."""
     correction: Chosen = "truncate"
     """Importance weight between engine and trainer, option bounds: `truncate` clips it to [0, 2];
-    `mask` sets it to 0 outside [0.5, 5]; `sequence_mask` sets a sequence to 0 whose geometric mean
-    is outside [0.99, 1.01], and clips the others to 2; `none`."""
+    `mask` sets it to 0 outside [0.5, 5]; `sequence_mask` does so to a sequence whose weights
+    have a geometric mean outside [0.99, 1.01], and clips those of others to 2; `none`."""
     kl: Chosen = "off"
     """KL penalty, x = log(policy/reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x."""
     kl_in: Literal["loss", "reward"] | AdaptiveKl = "loss"

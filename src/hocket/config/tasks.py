@@ -177,18 +177,22 @@ class HeldOutConfig(DataConfig):
     def with_rest_of(self, data: DataConfig) -> "HeldOutConfig | None":
         """Take from `data` what is not set here. Returns None where no other rows are named."""
         is_set = self.model_fields_set
-        # Another split is other rows, except in a file, which has none. A data set of the hub may
-        # lack the split of the default, and a folder that the package datasets has saved has none.
-        has_split = data.kind != ""
-        if data.kind == "hf":
-            folder = Path(data.source.removeprefix("hf:")).expanduser()
-            is_saved = folder.joinpath("state.json").is_file()
-            has_split = "split" in is_set and not is_saved
-        names_split = has_split and self.split != data.split
-        if "source" not in is_set and not names_split:
+        if "source" not in is_set and not self._names_other_split(data):
             return None
         unset = DataConfig.model_fields.keys() - is_set - {"split", "limit"}
         return self.model_copy(update={name: getattr(data, name) for name in unset})
+
+    def _names_other_split(self, data: DataConfig) -> bool:
+        """Check whether `split` names other rows of `data.source` than those of `data`."""
+        if data.kind == "":
+            return False  # a file has no splits
+        if data.kind == "hf":
+            if "split" not in self.model_fields_set:
+                return False  # a data set of the hub may lack the split of the default
+            folder = Path(data.source.removeprefix("hf:")).expanduser()
+            if folder.joinpath("state.json").is_file():
+                return False  # the package datasets has saved this folder, without splits
+        return self.split != data.split
 
 
 class EvalConfig(Section):

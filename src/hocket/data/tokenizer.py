@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hocket.common.files import kind_of
 from hocket.common.shell import hub_variables
@@ -235,8 +235,15 @@ def _reach(rotary: dict[str, Any], positions: int) -> float:
     return int(factor * original) if original else positions
 
 
-def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> tuple[int, str]:
-    """Return the longest prompt + completion in tokens, and a phrase that names the limit.
+class SequenceLimit(NamedTuple):
+    """The most tokens of a prompt with its completion."""
+
+    tokens: int
+    setting: str  # a phrase that names what limits it
+
+
+def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> SequenceLimit:
+    """Compute the longest sequence that the model can read and a micro-batch can hold.
 
     The limit is the model's context, or the size of a micro-batch if that is smaller.
     """
@@ -244,5 +251,6 @@ def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> tuple[int, s
     tokens = trainer.micro_batch_tokens
     # A sequence has one token more than its micro-batch: the last one is only predicted.
     if tokens == "auto" or context <= tokens + 1:
-        return context, f"the context of {context} tokens (model.max_length, or the model's own)"
-    return tokens + 1, f"trainer.micro_batch_tokens={tokens}"
+        setting = f"the context of {context} tokens (model.max_length, or the model's own)"
+        return SequenceLimit(context, setting)
+    return SequenceLimit(tokens + 1, f"trainer.micro_batch_tokens={tokens}")

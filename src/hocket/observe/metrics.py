@@ -371,17 +371,11 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
     """Find the metrics of one step outside their healthy range, NaN included: name → sentence."""
     sentences = {}
-    staleness = metrics.get("staleness/max")
     for metric in known_metrics():
         if metric.name not in metrics:
             continue
         value = metrics[metric.name]
-        high = metric.high
-        if metric.name in ON_POLICY and high is not None:
-            if staleness:
-                continue  # with stale rollouts a gap shows how far the policy has moved
-            if staleness == 0:
-                high = min(high, metrics.get("sync/max_gap", high))
+        high = _upper_bound(metric, metrics)
         # Negated, since NaN is neither inside a range nor beyond a bound.
         bound = ""
         if high is not None and not value <= high:
@@ -391,6 +385,18 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
         if bound:
             sentences[metric.name] = _sentence(metric, value, bound)
     return sentences
+
+
+def _upper_bound(metric: Metric, metrics: Mapping[str, float]) -> float | None:
+    """Find the value above which a metric of this step is unhealthy, or None."""
+    if metric.name not in ON_POLICY or metric.high is None:
+        return metric.high
+    staleness = metrics.get("staleness/max")
+    if staleness is None:
+        return metric.high
+    if staleness > 0:
+        return None  # with stale rollouts a gap shows how far the policy has moved
+    return min(metric.high, metrics.get("sync/max_gap", metric.high))
 
 
 class Alarms:

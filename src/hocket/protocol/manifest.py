@@ -107,24 +107,24 @@ def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
         return dict(threads.map(describe, named))
 
 
-def total_checksum(tensors: Mapping[str, TensorSpec], text: str = "") -> str:
+def total_checksum(spec_of: Mapping[str, TensorSpec], text: str = "") -> str:
     """Compute the checksum of a whole version, whatever the order of its tensors.
 
-    `text`: the rest of a checkpoint, which keeps more than tensors.
+    `text`: a checkpoint's state beside its tensors.
     """
     digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        item = tensors[name]
+    for name in sorted(spec_of):
+        item = spec_of[name]
         digest.update(f"{name}:{item.dtype}:{item.shape}:{item.checksum}\n".encode())
     return digest.hexdigest()[:32]
 
 
-def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec]) -> str:
+def write(folder: Path, version: int, spec_of: Mapping[str, TensorSpec]) -> str:
     """Make a folder of tensors a version: write its manifest and, last, its mark of completeness.
 
     Returns the version's checksum.
     """
-    manifest = Manifest(version=version, tensors=dict(tensors), checksum=total_checksum(tensors))
+    manifest = Manifest(version=version, tensors=dict(spec_of), checksum=total_checksum(spec_of))
     (folder / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     (folder / COMPLETE_FILE).touch()
     return manifest.checksum

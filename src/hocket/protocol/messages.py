@@ -181,24 +181,26 @@ class ToolCall(Strict):
 
 
 class Column:
-    """Annotation of a field with a number per token, by which pydantic reads and writes it.
+    """Annotation of a field with a number per token: it tells pydantic how to read and write it.
 
     In JSON it is a list. In a `packed` stream it is the memory of an array, in base64.
     """
 
-    def __init__(self, listed: Any, code: str) -> None:
-        self._listed = listed  # type of the list
+    def __init__(self, list_type: Any, code: str) -> None:
+        self._list_type = list_type
         self._code = code  # type code of the array: "I" or "f", 4 bytes each
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: pydantic.GetCoreSchemaHandler
     ) -> CoreSchema:
-        packed = core_schema.no_info_plain_validator_function(self._read)
+        """Make the schema by which pydantic handles the field: it calls this by its name."""
+        as_list = handler(self._list_type)
+        as_base64 = core_schema.no_info_plain_validator_function(self._read)
         write = core_schema.plain_serializer_function_ser_schema(
             self._write, info_arg=True, when_used="json"
         )
         return core_schema.union_schema(
-            [handler(self._listed), packed], mode="left_to_right", serialization=write
+            [as_list, as_base64], mode="left_to_right", serialization=write
         )
 
     def _read(self, value: Any) -> Any:
@@ -397,7 +399,7 @@ class CollectiveSource(Strict):
 
     kind: Literal["nccl"] = "nccl"
     group: GroupAddress
-    turn: int = Field(ge=1)  # number of the transfer in the group
+    turn: int = Field(ge=1)  # number of the transfer in the group; no turn of a model
     adapter: AdapterConfig | None = None  # None: whole weights
     buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
     partial: bool = False  # frozen weights stay as they came with the last whole version
@@ -471,6 +473,7 @@ class HeartbeatRequest(Request[Health]):
 
     route = "/heartbeat"
     answer = Health
+    # Required here: in other requests it may be None.
     trainer: str = Field(min_length=1, max_length=128)
     take_over: bool = False  # take the server from another trainer
     leaving: bool = False  # free the server

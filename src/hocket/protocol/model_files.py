@@ -6,9 +6,10 @@ read: it knows the names of every architecture, how they changed, and which tens
 purpose.
 """
 
+import contextlib
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -185,34 +186,46 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
         auto = transformers.AutoModelForSequenceClassification
     elif hasattr(config, "vision_config"):
         auto = transformers.AutoModelForImageTextToText
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
-    # Its report is read here, not printed.
+    with _quiet_transformers():
+        with torch.device("meta"):
+            empty = auto.from_config(config, trust_remote_code=False)
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        try:
+            # Without a path, transformers looks for no files, adapters among them.
+            model, report = type(empty).from_pretrained(
+                None,
+                config=empty.config,
+                state_dict=tensors,
+                device_map="meta",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        except RuntimeError:
+            # transformers joins some tensors, such as those of experts, and their shapes differ.
+            return Loaded(empty, _own_report(empty, shapes))
+    return Loaded(model, report)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Have transformers print nothing: its report is read, not printed."""
+    import transformers
+
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
-        with torch.device("meta"):
-            empty = auto.from_config(config, trust_remote_code=False)
-        # Without a path, transformers looks for no files, adapters among them.
-        model, report = type(empty).from_pretrained(
-            None,
-            config=empty.config,
-            state_dict=tensors,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except RuntimeError:
-        # Tensors that transformers joins to one, as those of experts, do not fit together.
-        return Loaded(empty, _by_name(empty, shapes))
+        yield
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
-    return Loaded(model, report)
 
 
-def _by_name(model: Any, shapes: Shapes) -> dict[str, Any]:
-    """Make a report as transformers does, by the names and shapes that the model is saved with."""
+def _own_report(model: Any, shapes: Shapes) -> dict[str, Any]:
+    """Make a report as transformers does, by the names and shapes that the model is saved with.
+
+    It stands in where transformers can't load the tensors at all.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = revert_weight_conversion(model, model.state_dict())
@@ -228,10 +241,13 @@ def differences(report: Mapping[str, Any], *, head: bool = True) -> list[str]:
 
     `head`: whether the model's head is used. If not, the files may have none, or another kind.
     """
-    unused = () if head else HEADS  # no name ends with one of ()
-    missing = sorted(name for name in report["missing_keys"] if not name.endswith(unused))
-    unexpected = sorted(name for name in report["unexpected_keys"] if not name.endswith(unused))
-    mismatched = [keys for keys in report["mismatched_keys"] if not keys[0].endswith(unused)]
+
+    def is_used(name: str) -> bool:
+        return head or not name.endswith(HEADS)
+
+    missing = sorted(filter(is_used, report["missing_keys"]))
+    unexpected = sorted(filter(is_used, report["unexpected_keys"]))
+    mismatched = [keys for keys in report["mismatched_keys"] if is_used(keys[0])]
     problems = []
     if missing:
         advice = "copy or download its files again, or take the config.json that belongs to them"
@@ -273,11 +289,12 @@ def untied(loaded: Loaded, files: Sequence[Path], shapes: Shapes) -> list[str]:
     for pair in loaded.model.all_tied_weights_keys.items():
         parameters = {name: loaded.model.get_parameter(name) for name in pair}
         published = revert_weight_conversion(loaded.model, parameters)
-        stored = [_name_in_files(name, shapes) for name in published]
-        if len(stored) != 2:  # not one tensor of the files for each
-            continue
-        first, second = stored
-        if first is None or second is None or _equal(files, first, second):
+        names = [_name_in_files(name, shapes) for name in published]
+        in_files = [name for name in names if name is not None]
+        if len(names) != 2 or len(in_files) != 2:
+            continue  # the files do not have one tensor for each
+        first, second = in_files
+        if _equal(files, first, second):
             continue
         problems.append(
             f"config.json ties {first} to {second}, but its files have different ones; set "

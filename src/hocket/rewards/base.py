@@ -250,12 +250,11 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     # The section has keys that every reward has, and options of the function.
     common_keys = set(type(spec).model_fields)
     options = spec.model_dump(exclude=common_keys)
-    retries = spec.retries
     reserved = common_keys & inspect.signature(registered.function).parameters.keys()
-    if registered.runs == "async" and "retries" in reserved:  # the function repeats its calls
+    repeats_its_calls = registered.runs == "async" and "retries" in reserved
+    if repeats_its_calls:
         reserved.remove("retries")
         options["retries"] = spec.retries
-        retries = 0
     if reserved:
         raise ConfigError(
             f"{title}: {min(reserved)!r} is a key of every reward's section; rename the argument"
@@ -268,7 +267,7 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         asks_for=parameters & provided,
         of_group=of_group,
         max_concurrent=spec.max_concurrent,
-        retries=retries,
+        retries=0 if repeats_its_calls else spec.retries,
     )
     if registered.check is not None:
         registered.check(**options)

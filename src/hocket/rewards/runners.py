@@ -153,7 +153,7 @@ class InLoop(Runner):
                 problem = NoScoreError(f"can't be set up: {type(error).__name__}: {error}")
                 self._function.set_exception(problem)
                 return
-            # A class knows how long its calls wait for each other, and leaves that time out.
+            # A class may have a clock of its own, which leaves out how long calls wait for others.
             seconds[reward.name] = getattr(function, "call_seconds", self._seconds)
             self._function.set_result(function)
             await asyncio.Event().wait()  # until the end of the event loop cancels this task

@@ -112,8 +112,8 @@ class RewardCalls:
         self.seconds = {name: clock() for name in self.specs}
         self._timeout_s = config.timeout_s
         self._may_fail = config.max_error_rate == 1
-        # Late calls in a row, by reward. MOST_LATE end the run; a count that begins at this value
-        # reaches it after FIRST_LATE.
+        # Late calls in a row, by reward: MOST_LATE end the run. Until a call was in time, FIRST_LATE
+        # suffice, as the count begins so high.
         self._late = dict.fromkeys(self.specs, MOST_LATE - FIRST_LATE)
         # When a call of the reward last ended, or a warning said that none does.
         self._quiet_since = dict.fromkeys(self.specs, 0.0)

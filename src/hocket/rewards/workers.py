@@ -24,7 +24,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
+from hocket.common.processes import OVER_LIMIT, contained, without_secrets
 from hocket.common.registry import PLUGIN_PREFIX, load_plugins
 from hocket.errors import ConfigError
 from hocket.rewards.base import REWARDS, Reward
@@ -130,7 +130,7 @@ class Worker:
             # Not a multiprocessing.Process: it would have this process's environment, and would
             # import a user's script once more.
             self._process = subprocess.Popen(
-                kill_with_parent([sys.executable, "-c", program], MAX_PROCESSES, MAX_MIB),
+                contained([sys.executable, "-c", program], MAX_PROCESSES, MAX_MIB),
                 pass_fds=worker_ends,
                 env=variables,
                 stdin=subprocess.DEVNULL,

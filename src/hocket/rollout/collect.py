@@ -86,7 +86,7 @@ async def collect(
     and again.
     """
     batch = plan.batch
-    missing = plan.wanted  # groups with a signal that are neither gathered nor under way
+    missing = plan.wanted  # prompts still to be drawn, if each under way gives a signal
     tasks: list[asyncio.Task[Group | None]] = []
     ended_tasks: asyncio.Queue[asyncio.Task[Group | None]] = asyncio.Queue()
     try:
@@ -101,7 +101,7 @@ async def collect(
                 batch.num_drawn += 1
                 missing -= 1
             if len(batch.groups) == batch.num_drawn:
-                break
+                break  # none is under way: there are enough, or no prompts are left
 
             # Wait for the next episode. A group without a signal makes room for another prompt.
             ended = await ended_tasks.get()

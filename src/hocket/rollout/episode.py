@@ -60,10 +60,14 @@ class TokenBudget:
     async def start(self, tokens: int) -> None:
         """Wait for room, and hold the tokens."""
         async with self._first_in_line:
-            while self.held and 0 < self._limit() < self.held + tokens:
+            while self.held and not self._has_room(tokens):
                 self._changed.clear()
                 await self._changed.wait()
             self.held += tokens
+
+    def _has_room(self, tokens: int) -> bool:
+        limit = self._limit()
+        return limit == 0 or self.held + tokens <= limit
 
     def change(self, tokens: int) -> None:
         """Hold more tokens, or fewer; an episode that has started never waits."""
@@ -279,6 +283,7 @@ class Episode:
         prompt = await self._chat(self._conversation.began, all_images)
         if prompt is None or len(prompt.token_ids) >= self.limits.max_length:
             return None
+        # The new transcript begins with all of that: nothing is to be added to it.
         self._transcript = Transcript(prompt.token_ids, self.prompt.opening, prompt.images)
         return NOTHING
 

@@ -87,6 +87,7 @@ class Transcript:
             self._state = observation.state
         elif token_ids:
             self._state = state_of(token_ids, images)
+        # The first turn begins with the prompt's opening, which `opening` has from the start.
         if self.turn_rewards:
             # Rendered messages end with the template's opening, as the prompt does. In plain text a
             # thought of the turn before may still be open.

@@ -341,6 +341,8 @@ class Engine:
             raise ApiError(503, "other_version", message, "load it first")
         doing = f"comparing with version {version}"
 
+        # It decides itself whether the engine goes on, as `_work_on_model` expects of work that
+        # raises ApiError.
         async def compare() -> None:
             only_compare = True
             try:

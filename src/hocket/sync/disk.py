@@ -100,10 +100,11 @@ class DiskTransport:
         timeout_s = self.sync.timeout_s
         try:
             folder = written.folder
-            name = folder.relative_to(self.root.resolve()).as_posix()
             if self.sync.upload:
-                name = f"{self._upload_name}-{folder.parent.name}-{folder.name}"
-                name = await server.upload(folder, name, timeout_s=timeout_s)
+                upload = f"{self._upload_name}-{folder.parent.name}-{folder.name}"
+                name = await server.upload(folder, upload, timeout_s=timeout_s)
+            else:
+                name = folder.relative_to(self.root.resolve()).as_posix()
             request = ReloadRequest(
                 version=written.version,
                 source=source_of(written.kind, name),

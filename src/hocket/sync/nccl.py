@@ -170,13 +170,14 @@ class _Link:
         self.is_closed = False
         self.holds_frozen = False  # the server has received a version with its frozen weights
         self.unreachable = False  # the workers did not join, and would take as long again
-        self.group: nccl.WeightGroup | None = None  # the group, once all have joined
-        self.answer: asyncio.Task[Answer]  # the server's answer to the last reload
+        self.group: nccl.WeightGroup | None = None  # set once trainer and workers have joined it
+        self.answer: asyncio.Task[Answer]  # the server's answer to the last request of `begin`
         self._transport = transport
         self._server = server
         self._workers = health.workers
         self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
-        self._receiving: nccl.WeightGroup | None = None  # the group, while its workers receive
+        # The group while its workers receive: from the end of `begin` to a bucket that fails.
+        self._receiving: nccl.WeightGroup | None = None
         self._transfers = 0  # number of transfers of the group so far
         self._failure: SyncError | None = None  # the failure that the trainer has seen
 
@@ -228,7 +229,8 @@ class _Link:
             async with asyncio.timeout(seconds):
                 if self.group is None and await self._announced(0):
                     self.group = await run_in_thread(self._join)
-                self._receiving = self.group if await self._announced(self._transfers) else None
+                if await self._announced(self._transfers):
+                    self._receiving = self.group
         except TimeoutError:
             self._failure = SyncError(
                 f"server {self._server.url} did not begin to receive version {version} in "
@@ -237,6 +239,7 @@ class _Link:
         except RuntimeError as error:
             workers = f"the workers of {self._server.url}"
             self._failure = SyncError(f"can't connect with {workers}: {why_broken(error)}")
+        # Workers that took long not to join would take as long again.
         self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
 
     async def _announced(self, number: int) -> bool:

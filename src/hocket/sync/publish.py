@@ -50,7 +50,8 @@ class Publisher:
     versions: Versions
     pool: ServerPool
     transport: Transport
-    # Gives the trainer a GPU that it shares with a server, for the body of a with statement.
+    # Gives the trainer a GPU that it shares with a server, for the body of a with statement. The
+    # argument says whether the body ends with `publish`.
     trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = own_gpu
     max_logprob_gap: float | None = None  # replaces HIGHEST_GAP
     parts: Sequence[ChecksServers] = ()  # the parts of the run
@@ -59,9 +60,9 @@ class Publisher:
 
     @asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
-        """Hold the trainer, so that no server is brought up. Yields the metrics of getting it.
+        """Hold the trainer, so that no server is brought up; a body that `publishes` ends with that.
 
-        A body that `publishes` ends with `publish`.
+        Yields the metrics of getting the GPU, where trainer and server share one.
         """
         async with self.lock, self.trainer_turn(publishes) as metrics:
             yield metrics
@@ -84,38 +85,38 @@ class Publisher:
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server; within `training`."""
         self.versions.current += 1
-        metrics = await self._deliver_and_check(self.pool.up, came=False)
+        metrics = await self._deliver_and_check(self.pool.up, joining=False)
         return metrics | {
             "sync/servers": float(len(self.pool.up)),
             "sync/version": float(self.versions.current),
         }
 
-    async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
+    async def _deliver_and_check(self, members: Sequence[Member], *, joining: bool) -> Metrics:
         """Send servers the current version, then let the parts check those that hold it.
 
-        `came`: the servers are being brought up; else they are those at work.
+        `joining`: the servers are being brought up; else they are at work.
         """
-        metrics = await self.deliver(members, came=came)
-        holding = [member for member in members if member.is_up]
+        metrics = await self.deliver(members, joining=joining)
+        loaded = [member for member in members if member.is_loaded]
         for part in self.parts:
-            metrics |= await part.published(holding, came)
+            metrics |= await part.published(loaded, joining)
         return metrics
 
-    async def deliver(self, members: Sequence[Member], *, came: bool = False) -> Metrics:
+    async def deliver(self, members: Sequence[Member], *, joining: bool = False) -> Metrics:
         """Send servers the current version, and judge their answers."""
         servers = [member.server for member in members]
         delivery = await self.transport.deliver(self.versions.current, servers)
         for member in members:
             checksum, answer = delivery.answers[member.server]
-            self.judge(member, checksum, answer, does="refused", came=came)
+            self.judge(member, checksum, answer, does="refused", joining=joining)
         return delivery.metrics
 
     def judge(
-        self, member: Member, checksum: str, answer: Answer, *, does: str, came: bool = False
+        self, member: Member, checksum: str, answer: Answer, *, does: str, joining: bool = False
     ) -> None:
-        """Mark a server up or lost by its answer to a version with this checksum.
+        """Mark a server loaded or lost by its answer to a version with this checksum.
 
-        `does` is the verb of the message: "refused". `came`: the server is being brought up. Raises
+        `does` is the verb of the message: "refused". `joining`: the server is being brought up. Raises
         SyncError where the server refuses the version, or holds something else.
         """
         version = self.versions.current
@@ -131,14 +132,14 @@ class Publisher:
 
         # A server at work that was lost meanwhile may be joining again. Its bring-up, with all
         # checks, decides then: not the answer to an earlier request.
-        if not came and not member.is_up:
+        if not joining and not member.is_loaded:
             return
         if isinstance(answer, HocketError):  # it comes back once a look finds it well
             self.pool.mark_lost(member, str(answer))
         elif member.session not in (None, answer.session):
             self.pool.mark_lost(member, "it was started again")
         else:
-            self.pool.mark_up(member, answer)
+            self.pool.mark_loaded(member, answer)
 
     def _stops(self, answer: ServerError) -> bool:
         """Check whether a refusal stops the run; a discovered server may be another run's."""
@@ -150,6 +151,7 @@ class Publisher:
         self, check_model: Callable[[Health], None], healths: Mapping[Member, Health]
     ) -> None:
         """Give servers that join the current version. Raises as `judge` and `check_model`."""
+        # The others go on meanwhile. Without any, this waits for the trainer.
         if self.lock.locked() and self.pool.up:
             for member in healths:
                 self.pool.mark_waiting(member, "the trainer is at work")
@@ -158,10 +160,10 @@ class Publisher:
             members = [member for member in healths if member.state is State.JOINING]
             if not members:
                 return  # they were lost meanwhile
-            self.versions.begin(max(health.version for health in healths.values()))
+            self.versions.start_above(max(health.version for health in healths.values()))
             for member in members:
                 check_model(healths[member])
-            metrics = await self._deliver_and_check(members, came=True)
+            metrics = await self._deliver_and_check(members, joining=True)
 
         seconds = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
         took = f"{metrics['sync/mebibytes']:.1f} MiB in {seconds:.2f} s"
@@ -169,7 +171,7 @@ class Publisher:
             gap = metrics["sync/logprob_gap"]
             took += f", parameters compared, mean |Δ log-prob| up to {gap:.1e}"
         for member in members:
-            if member.is_up:  # else its reason says why not
+            if member.is_loaded:  # else its reason says why not
                 holds = f"holds version {self.versions.current}: {member.dtype}"
                 self.pool.say(
                     f"server {member.url} {holds}, {took}; it held version {healths[member].version}"

@@ -1,6 +1,7 @@
 """Share a GPU between server and trainer (launch.share_gpu).
 
-Each leaves the GPU before the other one loads:
+Each leaves the GPU before the other one loads. The columns are times, in the order in which they
+come; the first line says what the run does, and the other two where each process has its memory:
 
 generate │ trainer_turn  step │ deliver  write, load version        │ generate …
 server   │ asleep             │ weights, once loaded the KV cache   │ weights and KV cache
@@ -42,7 +43,9 @@ async def shared_gpu(
         await run_in_thread(trainer.onload)
     yield metrics
     if not publishes:
-        await publisher.deliver(publisher.pool.up)
+        # A server that is still checked must wake up, too.
+        members = publisher.pool.members
+        await publisher.deliver([member for member in members if member.is_loaded])
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:

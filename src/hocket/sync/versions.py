@@ -41,17 +41,17 @@ class Versions:
     def __init__(self, run_dir: Path, trainer: "Trainer") -> None:
         self.trainer = trainer
         self.current = 0  # the newest version's number, also that of a process before a resume
-        self._begun = False  # True once this process has numbered a version
+        self._has_started = False  # whether `start_above` has chosen this process's first number
         self._run_dir = run_dir.resolve()
         self._full: WrittenVersion | None = None  # the last version that was written in full
 
-    def begin(self, held: int) -> None:
+    def start_above(self, held: int) -> None:
         """Choose this process's first number: above the run's and `held`, the servers' highest.
 
         Later calls do nothing.
         """
-        if not self._begun:
-            self._begun = True
+        if not self._has_started:
+            self._has_started = True
             self.current = max(held, self.current) + 1
 
     def state(self) -> dict[str, int]:

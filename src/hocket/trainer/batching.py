@@ -27,10 +27,13 @@ from hocket.types import Image, TokenSequence, TrainSample
 class TrainBatch(LossBatch):
     """The input of one forward pass of one rank.
 
-    In the names of tensors b is 1, and r and t are different axes. r is the row that the model
-    reads, in which a shared prefix is once. t is the next-token axis, with all positions of one
-    sequence after another: a number at t belongs to the token that is predicted there. n counts
-    the trained tokens.
+    The axes in the names of its tensors:
+
+    - b: always 1.
+    - r: positions of the row that the model reads, in which a shared prefix is once.
+    - t: next-token positions of all sequences, one sequence after another, each with its prefix. A
+      number at t belongs to the token that is predicted there.
+    - n: trained tokens.
 
     Ranks that divide a row (trainer.sequence_parallel) have all of t, and each its part of r and n.
     """
@@ -168,12 +171,12 @@ class PackedRow:
         row = _lay_out(ids, starts, device, part)
         input_ids_br = part.of_row(torch.from_numpy(row.ids_r)[None])
 
-        # Find the positions that predict a trained token. Those of other ranks' parts of the row
-        # are outside of this part.
+        # Find the positions of this rank's part of the row that predict a trained token.
         mask_bt = along_t("mask")
         trained_n = mask_bt[0].nonzero()[:, 0]
         size = input_ids_br.shape[1]
-        row_n = torch.from_numpy(np.concatenate(row.places))[trained_n] - part.number * size
+        first_place = part.number * size  # of the part in the row
+        row_n = torch.from_numpy(np.concatenate(row.places))[trained_n] - first_place
         is_here = (row_n >= 0) & (row_n < size)
 
         # Number the samples along t.

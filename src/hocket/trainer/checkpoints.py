@@ -149,6 +149,7 @@ def find(
 ) -> Saved | None:
     """Find the checkpoint that a run goes on from: the newest that is not damaged.
 
+    It is printed, with what has changed in the settings, and DAY becomes the day of its run.
     Without any, or without checkpoint.resume, the run begins: `make_room`, and the result is None.
 
     Args:
@@ -337,7 +338,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
-        self._follower = ThreadPoolExecutor(1, "checkpoint-copy")
+        self._after_thread = ThreadPoolExecutor(1, "checkpoint-copy")
         self._after_calls: list[Future[None]] = []  # calls of `after` that may raise yet
 
     def __enter__(self) -> "Checkpoints":
@@ -348,7 +349,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._signals.close()
         self._writer.shutdown()
-        self._follower.shutdown()
+        self._after_thread.shutdown()
         if kind is None:  # an error of the run is worth more than those of its checkpoints
             self._writing.result()
             self._raise_after_errors()
@@ -437,8 +438,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             (partial / COMPLETE_FILE).write_text(checksum, encoding="utf-8")
             complete_folder(self._folder)
         for function in self.after:
-            self._after_calls.append(self._follower.submit(function, self._folder))
-        self._follower.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
+            self._after_calls.append(self._after_thread.submit(function, self._folder))
+        self._after_thread.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
 
     def _tidy(self, written: Path, kept: str) -> None:
         """Remove old checkpoints. Those after `written` don't count: `after` has not seen them."""

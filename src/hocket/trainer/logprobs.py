@@ -153,8 +153,9 @@ def token_logprobs(
             checkpoint, columns_of, use_reentrant=False, preserve_rng_state=False
         )
 
-    # Every rank calls the head equally often, with empty chunks at the end if it has fewer
-    # positions: each call gathers weights from all ranks (ZeRO-3).
+    # Every rank calls the head equally often, and at least once, with empty chunks at the end if it
+    # has fewer positions: each call gathers weights from all ranks (ZeRO-3). A caller that is no
+    # rank among several may leave max_tokens at 0.
     num_tokens = max(len(targets_n), max_tokens, 1)
     chunks = []
     for start in range(0, num_tokens, chunk_tokens):

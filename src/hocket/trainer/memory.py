@@ -60,7 +60,8 @@ class GradientBytes(NamedTuple):
         return trained * (self.each + self.divided / num_ranks) + (bucket + bucket_copy)
 
 
-# What DeepSpeed allocates, by ZeRO stage, and whether weights have 16 bits: tests measure it.
+# What DeepSpeed allocates, by (ZeRO stage, whether weights have 16 bits). Tests measure it; the four
+# numbers are the fields of GradientBytes in their order.
 _GRADIENTS = {
     (0, False): GradientBytes(4, 0, 0, 0),
     (0, True): GradientBytes(4, 0, 0, 0),

@@ -84,7 +84,7 @@ class Policy(nn.Module):
 
         # Load the model, and freeze or add weights as the config says.
         torch.manual_seed(seed)
-        model = self._load(config, dtype, loads)
+        model = self._transformers_model(config, dtype, loads)
         _bound_longrope(model, config, loads)
         self.weights.prepare(model, seed)
         self.model = model
@@ -106,8 +106,8 @@ class Policy(nn.Module):
         if config.float32_head:
             compute_in_float32(head_of(model))
 
-    def _load(self, config: ModelConfig, dtype: torch.dtype, loads: bool) -> Any:
-        """Load the transformers model, or make it of meta tensors."""
+    def _transformers_model(self, config: ModelConfig, dtype: torch.dtype, loads: bool) -> Any:
+        """Load the model, or make it of meta tensors where this rank loads no weights."""
         options: dict[str, Any] = {
             "dtype": dtype,
             "attn_implementation": attention.NAME,
@@ -208,8 +208,8 @@ class Policy(nn.Module):
         own attention. Both ways must give the same hidden states and logits, but for rounding.
         """
         logits_kind = self.logits  # raises TrainerError, too
-        sequences, shared, images = self._sequences_to_check(device)
-        row_br, segments = architecture.row_of_three(sequences, shared)
+        sequences, prefix_length, images = self._sequences_to_check(device)
+        row_br, segments = architecture.row_of_three(sequences, prefix_length)
         packed_brh = self._hidden(row_br, segments, images)
 
         # Compute each sequence alone, as transformers does.
@@ -222,7 +222,7 @@ class Policy(nn.Module):
                 inputs |= self.vision.alone(self.model, sequence_bt, images)
             all_inputs.append(inputs)
             alone.append(self.model.base_model(**inputs, use_cache=False)[0])
-        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, shared:]], dim=1)
+        expected_brh = torch.cat([alone[0], alone[1], alone[2][:, prefix_length:]], dim=1)
 
         # Compare the logits of the third sequence. A classifier has some at one position only.
         if not self.scores:
@@ -256,11 +256,11 @@ class Policy(nn.Module):
         # Any 16 different tokens: 7919 is a prime.
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % num_tokens
         image_bt = ids_bt.new_full((1, image_length), num_tokens)
-        shared = 4 + image_length
+        prefix_length = 4 + image_length
         first_bt = torch.cat([ids_bt[:, :2], image_bt, ids_bt[:, 2:8]], dim=1)
         second_bt = ids_bt[:, 8:]
-        third_bt = torch.cat([first_bt[:, :shared], ids_bt[:, 8:12]], dim=1)
-        return (first_bt, second_bt, third_bt), shared, images
+        third_bt = torch.cat([first_bt[:, :prefix_length], ids_bt[:, 8:12]], dim=1)
+        return (first_bt, second_bt, third_bt), prefix_length, images
 
     def _refuse(self, problem: str) -> NoReturn:
         raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")

@@ -98,9 +98,8 @@ def accumulate(
         shares.update(output.metrics)
         shares_of_batches.append(torch.stack([value.double() for value in shares.values()]))
 
-        # The ranks sum their gradients in the last backward pass. The totals are computed before
-        # it: if the whole loss is not finite, NaN as the last loss has the step skipped, as an
-        # infinite loss may have finite gradients.
+        # The ranks sum their gradients in the last backward pass: what is wrong with the totals
+        # must show before it.
         is_last = index == len(batches) - 1
         if is_last:
             sums = ranks.total(torch.stack(shares_of_batches).sum(dim=0).tolist())
@@ -109,6 +108,7 @@ def accumulate(
             if gap > max_gap:
                 raise SyncError(differ(gap, max_gap))
             if not math.isfinite(totals["loss"]):
+                # Its gradients may be finite. Those of NaN are not, so the step is skipped.
                 loss = loss * math.nan
         if learns:
             learner.engine.backward(loss, last=is_last)

@@ -179,13 +179,13 @@ class Trainer(Together):
         """Choose how samples are packed into rows."""
         shape = Shape.of(self.policy.model)
         self._row_tokens = memory.row_tokens(shape, on_gpu=self.device.type != "cpu")
-        # Most pairs of tokens in a row are of different sequences, and don't see each other: a GPU
-        # skips them, a CPU computes them, and sharing a prefix must save more than that.
+        # Attention to so many tokens costs as much as all else at a position. Most tokens in a row
+        # are of other sequences, which are not seen: a GPU skips them, so that they cost nothing. A
+        # CPU computes them, and sharing a prefix must save more than that.
         pairs = math.inf if self.device.type == "cuda" else self.flops.pairs
-        packer = packing.chosen_packer(
+        self._packer = packing.chosen_packer(
             self.setup.config.share_prefixes, pairs=pairs, key_share=shape.key_share
         )
-        self._packing: dict[str, Any] = {"unit": self._objective.unit, "packer": packer}
 
     def _is_warmup_over(self) -> bool:
         """Check whether the trained auxiliary models have learnt for `_delay` steps."""
@@ -290,7 +290,9 @@ class Trainer(Together):
 
     def check_fits(self, samples: Sequence[TrainSample]) -> None:
         """Raise TrainerError if no sample has a trained token, or a micro-batch has no room."""
-        packing.check_fits(samples, self.micro_batch_tokens, **self._packing)
+        packing.check_fits(
+            samples, self.micro_batch_tokens, unit=self._objective.unit, packer=self._packer
+        )
 
     def _divide(self, samples: Sequence[TrainSample]) -> PerRank:
         """Pack samples into rows, and divide these among the ranks: rank r gets item r."""
@@ -308,7 +310,8 @@ class Trainer(Together):
             num_ranks=self.ranks.size // ranks_per_row,
             row_tokens=self._row_tokens,
             cost=cost,
-            **self._packing,
+            unit=self._objective.unit,
+            packer=self._packer,
         )
         rows_of_ranks = []
         for rows in divided:
@@ -377,7 +380,8 @@ class Trainer(Together):
         self.end_step()
 
         step_metrics = self._step_metrics(metrics_of_updates, start, learning_rate)
-        if len(faults) == len(metrics_of_updates):
+        all_are_faulty = len(faults) == len(metrics_of_updates)
+        if all_are_faulty:
             self._count_skipped(faults[-1], keep)
         elif step_metrics["train/skipped"] < 1:
             self._skipped_in_row = 0
@@ -434,9 +438,11 @@ class Trainer(Together):
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         """Compute the objective's loss of a micro-batch, with entropy and statistics as metrics."""
-        columns = self.engine.forward(batch)  # log-probs, entropy and the statistics' columns
+        # The columns are log-probs, entropy and those of the statistics; or, of a model that scores
+        # whole sequences, the scores alone.
+        columns = self.engine.forward(batch)
         output = self._objective.loss(*columns[:2], batch)
-        if len(columns) == 1:  # a model of scores has these alone
+        if len(columns) == 1:
             return output
         metrics = {"entropy": columns[1].detach().sum() / batch.num_tokens_global}
         metrics |= self._sums(batch, columns)
@@ -531,11 +537,12 @@ class Trainer(Together):
         """
         columns_by_place: dict[int, Columns] = {}
         for batch in self._built(rows):
-            if names is None:
-                values = self.engine.forward(batch)  # a model of scores has no entropy
-                columns = dict(zip(("logprobs", "entropy"), values, strict=False))
-            else:
+            if names is not None:
                 columns = {name: self.columns[name](batch) for name in names}
+            else:
+                # A model that scores whole sequences has no entropy: its scores are "logprobs".
+                values = self.engine.forward(batch)
+                columns = dict(zip(("logprobs", "entropy"), values, strict=False))
             columns_by_place |= batching.unpack(batch, columns)
 
         # Ranks that compute a row together all have its columns: the first of them sends these.
@@ -612,14 +619,15 @@ class Trainer(Together):
         An error of the sink is raised once all ranks have ended, and leaves the trainer usable.
         """
 
-        def publish(bucket: Sequence[tuple[str, Tensor]]) -> None:
+        def convert_and_pass(bucket: Sequence[tuple[str, Tensor]]) -> None:
             sink(self.policy.as_published(bucket))
 
-        with deferring(publish) as take:
+        with deferring(convert_and_pass) as take:
             self._stream(max_bytes, trained, sink=take)
 
     @on_all_ranks
     def _stream(self, max_bytes: int, trained: bool, *, sink: Any = None) -> None:
+        """Pass the parameters to rank 0's sink in buckets, by their names in the trainer."""
         for bucket in self.engine.buckets(max_bytes, trained=trained):  # only rank 0 gets any
             sink(bucket)
 

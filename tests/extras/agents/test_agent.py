@@ -184,8 +184,8 @@ async def test_what_a_program_leaves_running_does_not_outlive_it_even_if_it_kill
 def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     command = [sys.executable, "-c", CHILDREN + STAYS.format(file)]
-    outer = "import subprocess; from hocket.common.processes import kill_with_parent; "
-    outer += f"subprocess.run(kill_with_parent({command!r}))"
+    outer = "import subprocess; from hocket.common.processes import contained; "
+    outer += f"subprocess.run(contained({command!r}))"
     parent = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(SOURCE)})
     wait_for(file.exists, "the program and its children run")
     parent.kill()

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from hocket.common.files import last_lines
-from hocket.common.processes import kill_with_parent, without_secrets
+from hocket.common.processes import contained, without_secrets
 from hocket.common.registry import Registry
 from hocket.common.shell import bypass_proxies
 from hocket.envs.base import Environment, environment, invoke
@@ -110,7 +110,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         stdin.write(json.dumps(request, default=str).encode())
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *kill_with_parent(command),
+            *contained(command),
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
@@ -123,7 +123,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself
                 process.terminate()
             await process.wait()
-            # The process of kill_with_parent has killed what the program left running. Where the
+            # The process that contains it has killed what the program left running. Where the
             # program killed that process first, its group may still run.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

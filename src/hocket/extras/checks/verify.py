@@ -97,7 +97,7 @@ class Verification(RunPart):
             except SyncError as error:
                 self.fail(str(error))
                 await self.publisher.deliver(members)
-            asked = [member for member in members if member.is_up]
+            asked = [member for member in members if member.is_loaded]
             sampled = await asyncio.gather(*map(self.sample, asked))
             for member, samples in zip(asked, sampled, strict=True):
                 if isinstance(samples, ServerError):

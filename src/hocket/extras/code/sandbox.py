@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, NamedTuple
 
-from hocket.common.processes import kill_with_parent
+from hocket.common.processes import contained
 from hocket.errors import ConfigError
 
 MAX_PROCESSES, MAX_MIB, MAX_DISK_MIB = 32, 1024, 64  # of a program with all that it starts
@@ -132,7 +132,7 @@ def run(
         given.write(stdin.encode("utf-8", "replace"))
         given.seek(0)
         process = subprocess.Popen(
-            [*_first_in_line(), *kill_with_parent(command, MAX_PROCESSES, MAX_MIB)],
+            [*_first_in_line(), *contained(command, MAX_PROCESSES, MAX_MIB)],
             stdin=given,
             stdout=out,
             stderr=err,

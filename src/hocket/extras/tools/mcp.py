@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from hocket.common.files import last_lines
-from hocket.common.processes import SECRET_NAME, kill_with_parent
+from hocket.common.processes import SECRET_NAME, contained
 from hocket.common.redaction import secret
 from hocket.common.registry import need, options_of
 from hocket.common.shell import proxy_of
@@ -162,7 +162,7 @@ class Session:
 
         async with contextlib.AsyncExitStack() as stack:
             if self._server.command is not None:
-                command, *arguments = kill_with_parent(shlex.split(self._server.command))
+                command, *arguments = contained(shlex.split(self._server.command))
                 parameters = StdioServerParameters(
                     command=command, args=arguments, env=self._server.variables
                 )
