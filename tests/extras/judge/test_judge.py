@@ -245,9 +245,7 @@ async def test_calls_that_are_made_at_once_do_not_exceed_the_budget_together(
     assert counted(tmp_path) == made
 
 
-async def test_calls_whose_costs_fit_into_the_budget_together_do_not_wait(
-    scorer_of: Scorers, tmp_path: Path
-) -> None:
+async def test_calls_whose_costs_fit_into_the_budget_together_do_not_wait(scorer_of: Scorers, tmp_path: Path) -> None:
     """Four calls that may cost 2 dollars each are made at once; each is answered as all are there."""
     all_there = asyncio.Barrier(4)
 

@@ -60,7 +60,7 @@ def load_preferences(
 
         return demonstrations.texts_of(samples), pair
 
-    names = [data.prompt_column] + list(SIDES)
+    names = [data.prompt_column, "chosen", "rejected"]
     pairs = list(in_parts(data, names, render, renderer.encode_prompts))
     lengths = [max(len(pair.chosen.mask), len(pair.rejected.mask)) for pair in pairs]
     return demonstrations.fitting("pairs", pairs, lengths, data, max_length)
@@ -75,9 +75,7 @@ def _samples(
         raise ValueError(f"no columns 'chosen' and 'rejected', only {present}: rename two of them")
     if any(isinstance(columns[name], str) for name in SIDES):
         text, _ = renderer.prompt(columns, demonstrations.tools_of(columns))
-        return [
-            demonstrations.answered(renderer, text, columns[name], name, end) for name in SIDES
-        ]
+        return [demonstrations.answered(renderer, text, columns[name], name, end) for name in SIDES]
     sides = [demonstrations.turns_of(renderer, columns[name], name) for name in SIDES]
     if isinstance(columns.get(data.prompt_column), list) or sides[0][0]["role"] == "assistant":
         prompt = list(renderer.prompt(columns)[1] or ())
