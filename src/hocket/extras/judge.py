@@ -89,8 +89,7 @@ class Usage(BaseModel, strict=True):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Judge(Service):
-    """Sends requests to an endpoint of OpenAI's chat completions, keeps the answers and counts their
-    cost."""
+    """Sends requests to an endpoint of OpenAI's chat completions; keeps answers, counts costs."""
 
     again = AGAIN | set(range(500, 600))
     base_url: Url

@@ -1,4 +1,4 @@
-"""Roll out episodes with the environment of an OpenEnv server, through its client (docs/hubs.md)."""
+"""Roll out episodes with the environment of an OpenEnv server (docs/hubs.md)."""
 
 import json
 from collections.abc import Mapping

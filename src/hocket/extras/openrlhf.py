@@ -91,7 +91,7 @@ class StepFile(Environment):
         return Step(text=self._added(whole), reward=reward, stop=tuple(stops) if stops else None)
 
     def _added(self, whole: str) -> str:
-        """Return the part of a text that the one before lacks. Raise ValueError if it rewrites it."""
+        """Return what follows the text so far in `whole`. Raise ValueError if that differs."""
         before = self._text
         if not whole.startswith(before):
             raise ValueError(

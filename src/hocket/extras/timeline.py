@@ -1,7 +1,7 @@
 """Write timeline.jsonl: the spans of servers and trainer, and the state of the servers.
 
     {"step": 3, "name": "train", "who": "trainer", "start": 1764000001.5, "end": 1764000002.25}
-    {"step": 3, "time": 1764000003.0, "servers": [{"url": "http://127.0.0.1:8000", "up": true, ...}]}
+    {"step": 3, "time": 1764000003.0, "servers": [{"url": "http://127.0.0.1:8000", ...}]}
 
 Seconds are Unix time by the trainer's clock. A step's lines are written at its end. Where batches
 are generated ahead, a step's batch was begun in an earlier step: that span of the servers overlaps
@@ -112,7 +112,7 @@ def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         if span.who not in processes:
             processes[span.who] = len(lanes)
             lanes.append([])
-            event = {"name": "process_name", "ph": "M", "args": {"name": span.who}}
+            event: dict[str, Any] = {"name": "process_name", "ph": "M", "args": {"name": span.who}}
             converted.append(event | {"pid": processes[span.who], "tid": 0})
         process = processes[span.who]
         event = {

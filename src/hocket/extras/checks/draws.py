@@ -21,12 +21,12 @@ def draws(config: Config) -> TokenStatistics | None:
 
 
 class Draws(TokenStatistics):
-    """Sums over a batch; `sampling.farthest` compares them with those of independent draws from p."""
+    """Sums over a batch, which `sampling.farthest` compares with those of independent draws."""
 
     def of_tokens(
         self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor
     ) -> Sequence[Tensor]:
-        """Compute Var(log p) of a draw from p, and the highest log p of the vocabulary, [c] each."""
+        """Compute Var(log p) of a draw from p, and the highest log p, [c] each."""
         squares_c = -entropies_cv.mul_(logprobs_cv).nansum(dim=-1)  # 0 · −inf where p is 0
         return squares_c - entropy_c.square(), logprobs_cv.amax(dim=-1)
 

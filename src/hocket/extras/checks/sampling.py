@@ -72,7 +72,7 @@ class SamplingCheck(RunPart):
         return await self._checked(groups, trains)
 
     def max_gap(self) -> float:
-        """Return the highest mean |Δ log-prob| that rounding explains; inf if a rollout is stale."""
+        """Return the highest |Δ log-prob| that rounding explains; inf if a rollout is stale."""
         return self._max_gap
 
     async def _evaluated(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
@@ -169,7 +169,7 @@ class SamplingCheck(RunPart):
 
 @run_part("checks")
 def checks(run: Joined) -> RunPart:
-    """Make the verification of servers, within the check of rollouts unless sync.check_share is 0."""
+    """Make the verification of servers and, unless sync.check_share is 0, the check of rollouts."""
     config = run.config
     verification = Verification(
         publisher=run.publisher,

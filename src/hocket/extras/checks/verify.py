@@ -32,8 +32,8 @@ SEED = 20  # of the completions, the same each time
 # By the engine's precision: a mean |Δ log-prob| that rounding may always cause.
 LIKELY_GAP = {"float32": 3e-5, "float16": 2.5e-3, "bfloat16": 0.02}
 NOISE = 4.0  # a gap may exceed that of a server's first version by this factor
-# A change of the trainer's log-probs is too small to be followed below this multiple of the mean gap,
-# or where it is spread over fewer tokens than this, counted as (Σ|Δ|)² / Σ Δ².
+# A change of the trainer's log-probs is too small to be followed below this multiple of the mean
+# gap, or where it is spread over fewer tokens than this, counted as (Σ|Δ|)² / Σ Δ².
 MIN_CHANGE = 2.0
 MIN_TOKENS = 10
 UNDECIDED = ("busy", "slow_disk", "compare_failed")  # codes of comparisons that broke off

@@ -22,7 +22,7 @@ class Change(NamedTuple):
 
 
 def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
-    """Encode the change from `old` to `new`: contiguous tensors of one shape and dtype on the CPU."""
+    """Encode the change from `old` to `new`, contiguous tensors of equal shape and dtype."""
     import pyarrow
 
     integers = _INTEGERS[old.itemsize]

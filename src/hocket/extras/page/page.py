@@ -155,7 +155,7 @@ def _most_varied(rows: Sequence[PageRow]) -> str:
 
 
 def _short(row: PageRow) -> dict[str, object]:
-    """Shorten a row for a report: its completion is the whole episode, long columns are left out."""
+    """Shorten a row for a report: the completion is the whole episode, long columns are out."""
     columns: dict[str, object] = dict(row) | {"completion": spoken(row)}
     return {name: _cut(value) for name, value in columns.items() if name not in LONG}
 

@@ -209,7 +209,7 @@ class RunReader:
         return rows
 
     def data(self) -> dict[str, Any]:
-        """Return all that a page shows at first; of rollouts the numbers of steps that have some."""
+        """Return all that a page shows at first; instead of rollouts, the steps that have some."""
         rollouts = self.folder / ROLLOUTS
         plugins: list[PluginText] = []
         for row in kept_plugins(self.folder):

@@ -102,7 +102,7 @@ async def _unreadable(request: Request, error: Exception) -> Response:
 
 
 def _events(runs: Sequence[RunReader]) -> Iterator[str]:
-    """Yield all that a page shows; then at each look the news, or all again if a run was resumed."""
+    """Yield all that a page shows; then at each look the news, or all if a run was resumed."""
     reads: list[int] = []
     steps: list[int] = []
     before = ""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Turn(NamedTuple):
+class TaughtTurn(NamedTuple):
     """A turn of the assistant that is taught, with the text that the model reads before it."""
 
     context: str  # from the last turn of the sample to this one; of the first: the whole prompt
@@ -49,8 +49,8 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
     return fitting("demonstrations", rows, [len(row.mask) for row in rows], data, max_length)
 
 
-def texts_of(samples: Iterable[Sequence[Turn]]) -> list[str]:
-    """Return the texts whose token ids `sequences` needs: each context, without and with its turn."""
+def texts_of(samples: Iterable[Sequence[TaughtTurn]]) -> list[str]:
+    """Return the texts whose ids `sequences` needs: each context, without and with its turn."""
     texts = []
     for sample in samples:
         for turn in sample:
@@ -82,7 +82,7 @@ def fitting(
 
 def _samples(
     renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int
-) -> list[list[Turn]]:
+) -> list[list[TaughtTurn]]:
     """Render a row as samples, each with the turns that it teaches."""
     chats = [
         name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)
@@ -106,7 +106,9 @@ def tools_of(columns: Mapping[str, Any]) -> Any:
     return tools
 
 
-def answered(renderer: Renderer, prompt: str, response: Any, name: str, end: int) -> list[Turn]:
+def answered(
+    renderer: Renderer, prompt: str, response: Any, name: str, end: int
+) -> list[TaughtTurn]:
     """Return the sample of a rendered prompt and its response, from the column `name`."""
     if isinstance(response, list) and len(response) == 1:  # as in TRL's prompts with completions
         (message,) = checked(response, name)
@@ -117,14 +119,14 @@ def answered(renderer: Renderer, prompt: str, response: Any, name: str, end: int
         raise ValueError(f"column {name!r} must be {wanted}, got {response!r:.80}")
     renderer.warn_special_tokens(response)
     text = _after_opening(opening_of(prompt), response, f"column {name!r}")
-    return [Turn(prompt, text, [end])]
+    return [TaughtTurn(prompt, text, [end])]
 
 
 def conversation(
     renderer: Renderer, messages: Sequence[Message], tools: Any, end: int, *, first: int = 0
-) -> list[list[Turn]]:
+) -> list[list[TaughtTurn]]:
     """Return samples that teach the assistant's turns from message `first` on."""
-    samples = list[list[Turn]]()
+    samples = list[list[TaughtTurn]]()
     # The last sample's text up to its last turn, and with what the template writes after that.
     before = closed = ""
     for index, message in enumerate(messages):
@@ -137,7 +139,7 @@ def conversation(
         text = written.removesuffix(renderer.after_turn)
         has_usual_end = written.endswith(renderer.after_turn)  # a tool call may have its own
         context = prompt[len(before) :]
-        samples[-1].append(Turn(context, text, [end] if has_usual_end else []))
+        samples[-1].append(TaughtTurn(context, text, [end] if has_usual_end else []))
         before = prompt + text
         closed = prompt + written
     if not samples:
@@ -184,7 +186,7 @@ def _rendered_turn(
 
 def sequences(
     renderer: Renderer,
-    samples: Sequence[Sequence[Turn]],
+    samples: Sequence[Sequence[TaughtTurn]],
     token_ids: Iterable[list[int]],
     pictures: Sequence[Any] = (),
 ) -> list[TokenSequence]:

@@ -56,7 +56,7 @@ class Stage:
     rate: str  # advice on the learning rate, where that is the default, which is for GRPO
 
     def objective(self, model: ModelConfig) -> Objective:
-        """Return what the trainer minimises."""
+        """Make the objective that the trainer minimises."""
         raise NotImplementedError
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
@@ -239,7 +239,7 @@ def _train(task: _Task, saved: Saved | None) -> None:
 def _with_reference(
     task: _Task, trainer: Trainer, units: "Units", saved: Saved | None, console: Console
 ) -> _Task:
-    """Add the reference's log-probs to the rows, measured before the first step and kept in `units`.
+    """Add the reference's log-probs to the rows, measured before the first step; `units` keeps them.
 
     The trainer then forgets the models that it has measured with.
     """

@@ -68,7 +68,7 @@ def load_preferences(
 
 def _samples(
     renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int
-) -> list[list[demonstrations.Turn]]:
+) -> list[list[demonstrations.TaughtTurn]]:
     """Render a row as two samples, the chosen and the rejected one."""
     if not columns.keys() >= set(SIDES):
         present = ", ".join(map(repr, columns))
