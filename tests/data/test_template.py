@@ -53,6 +53,14 @@ def make(text: str, tools: Any = (), **settings: Any) -> Renderer:
     return Renderer(DataConfig(**settings), of_tags(text), tools)
 
 
+def test_a_template_that_hides_the_assistants_text_has_no_end_of_turn() -> None:
+    """Its whole text would be taken for the end: a turn would end with the question's first token."""
+    assert make(LAST).after_turn == "<|im_end|>"
+    for text in (ONLY_USERS, IN_PARTS):
+        with pytest.raises(DataError, match="does not show what the assistant said"):
+            make(text).end_of_turn()
+
+
 @pytest.mark.parametrize("text", [TEMPLATES["Qwen3"], TEMPLATES["Llama-3"], TEMPLATES["Gemma"]])
 def test_a_template_that_hides_tools_is_refused_for_environments_and_rows(text: str) -> None:
     with pytest.raises(DataError, match="does not show the model its tools"):

@@ -392,8 +392,18 @@ class Renderer:
 
     @functools.cached_property
     def after_turn(self) -> str:
-        """The text that the template writes after a turn of the model."""
-        return self.render(EXCHANGE, add_generation_prompt=False).rpartition(PROBE)[2]
+        """The text that the template writes after a turn of the model.
+
+        Raise DataError if the template does not show the turn: nothing in its text is the end.
+        """
+        exchange = self.render(EXCHANGE, add_generation_prompt=False)
+        _, probe, after = exchange.rpartition(PROBE)
+        if not probe:
+            raise DataError(
+                "the chat template does not show what the assistant said, so that no turn can be "
+                "taught: take one that does (chat_template.jinja in the model's folder)"
+            )
+        return after
 
     def end_of_turn(self) -> int:
         """Return the token that ends an answer: the chat template's, else the tokenizer's EOS."""

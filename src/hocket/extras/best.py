@@ -1,4 +1,4 @@
-"""Keep the weights and the checkpoint of the best evaluation, and say how long ago it was."""
+"""Keep the weights and the checkpoint of the best evaluation, and count the evaluations since."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ metric_table("best")([Metric("eval/since_best", "checkpoint.best: evaluations si
 
 @dataclasses.dataclass(frozen=True)
 class Best(RunPart):
-    """Knows from the history which evaluation is the best, as a resumed run does."""
+    """Finds the best evaluation in the history, which a resumed run has, too."""
 
     settings: BestConfig
     folder: Path  # of the run
@@ -39,7 +39,8 @@ class Best(RunPart):
         if self.settings.name not in metrics:  # no answer has a score
             return {}
         now = self._evaluation(step, metrics[self.settings.name])
-        evaluations = [*self._evaluations(), now]
+        evaluations = self._evaluations()
+        evaluations.append(now)
         best = self._best(evaluations)
         if best is now:
             with atomic_folder(self.folder / FOLDER) as partial:
@@ -72,7 +73,7 @@ class Best(RunPart):
         return {"step": step, "metric": self.settings.name, "value": value, "folder": FOLDER}
 
     def _best(self, evaluations: Sequence[BestEvaluation]) -> BestEvaluation:
-        """Return the best evaluation, of equals the first."""
+        """Return the best evaluation; the first of equal ones."""
         best = min if self.settings.name in _LESS_IS_BETTER else max
         return best(evaluations, key=lambda evaluation: evaluation["value"])
 

@@ -1,8 +1,8 @@
 """Keep prepared prompts in $XDG_CACHE_HOME/hocket/prompts (default: ~/.cache) for the next start.
 
-Each folder is a cache of `datasets`, named by a key of all that its prompts follow from; by the
-hash of its content, a damaged one is never used. Where the cache fails, prompts are prepared in
-memory.
+Each folder is a cache of `datasets`, named by a hash of all that its prompts depend on. A hash of
+the files' content shows a damaged folder, which is removed. Where the cache fails, prompts are
+prepared in memory.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from hocket.data.prompts import STORES, Prepare, prepared
 from hocket.errors import DataError
 from hocket.types import Image, Prompt
 
-UNUSED_S = 30 * 86_400.0
+UNUSED_S = 30 * 86_400.0  # a folder that was not used for so long is removed
+# The fields of a prompt that a table has together, as JSON.
 OTHERS = [
     field.name for field in dataclasses.fields(Prompt) if field.name not in ("token_ids", "images")
 ]
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class KeptPrompts(Prompts):
-    """The prompts of a table, made when asked for."""
+    """The prompts of a table, each made when it is read."""
 
     def __init__(self, table: Any) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class KeptPrompts(Prompts):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         row = self._rows[index]
-        images = tuple(Image(**one) for one in row["images"])
+        images = tuple(Image(**image) for image in row["images"])
         return Prompt(
             token_ids=array("I", row["token_ids"]), images=images, **_others(row["others"])
         )
@@ -63,8 +64,10 @@ class KeptPrompts(Prompts):
 
 @STORES.register("cache")
 def load(origin: object, longest: int, prepare: Prepare) -> tuple[Prompts, list[int]]:
-    """Return the prompts of at most `longest` tokens, and the lengths of all; `origin`: what they
-    follow from."""
+    """Load the prompts of at most `longest` tokens, and the lengths of all.
+
+    `origin` is all that they depend on, apart from code and packages.
+    """
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -81,20 +84,18 @@ def load(origin: object, longest: int, prepare: Prepare) -> tuple[Prompts, list[
 
 
 def _key(origin: object) -> str:
-    code = [
-        file.read_bytes()
-        for file in sorted([Path(__file__), *Path(data.__file__).parent.glob("*.py")])
-    ]
+    files = sorted([Path(__file__), *Path(data.__file__).parent.glob("*.py")])
+    code = [file.read_bytes() for file in files]
     versions = [version_of(name) for name in ("transformers", "tokenizers", "datasets")]
     return sha256_of_text(repr([code, versions, origin]))[:32]
 
 
 def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
+    """Load the table of this key, made of `rows` if there is none."""
     import datasets
 
-    folder = (
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = caches / "hocket" / "prompts"
     home = folder / key
     seal = home / "SHA256"
     number = datasets.Value("int32")
@@ -109,7 +110,7 @@ def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
         others=text,
         images=datasets.List(image),
     )
-    datasets.disable_progress_bars()  # there is one of the rows
+    datasets.disable_progress_bars()  # the rows have a progress bar already
     _remove_unused(folder)
     if seal.exists() and seal.read_text() != _contents(home):
         shutil.rmtree(home)
@@ -140,13 +141,19 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     if repr(_others(text)) != repr(others):
         raise TypeError(f"{prompt.id} has a column that JSON can't hold as it is")
     ids = list(prompt.token_ids)
-    images = [{**dataclasses.asdict(one), "file": one.data} for one in prompt.images]
-    known = {"digest": digest_of(prompt), "key": key_of(prompt), "others": text, "images": images}
-    return {"token_ids": ids, "length": len(ids), **known}
+    images = [dataclasses.asdict(image) | {"file": image.data} for image in prompt.images]
+    return {
+        "token_ids": ids,
+        "length": len(ids),
+        "digest": digest_of(prompt),
+        "key": key_of(prompt),
+        "others": text,
+        "images": images,
+    }
 
 
 def _others(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text)
-    if found["messages"] is not None:
-        found["messages"] = tuple(found["messages"])
-    return found
+    fields: dict[str, Any] = json.loads(text)
+    if fields["messages"] is not None:
+        fields["messages"] = tuple(fields["messages"])
+    return fields

@@ -1,4 +1,4 @@
-"""Copy complete checkpoints to another folder or mount, and check what arrived."""
+"""Copy complete checkpoints to another folder or mount, and compare the copies."""
 
 import filecmp
 import shutil
@@ -30,8 +30,8 @@ class CopyTo(RunPart):
 
 
 def copying(config: Config, say: Callable[[str], None]) -> list[Callable[[Path], None]]:
-    """Return a function that copies each complete checkpoint to checkpoint.copy_to, in a list; []
-    without it."""
+    """Return a list with the function that copies a checkpoint to checkpoint.copy_to; [] if that
+    is not set."""
     if config.checkpoint.copy_to is None:
         return []
     target = Path(config.checkpoint.copy_to, config.run_dir.name)
@@ -39,7 +39,7 @@ def copying(config: Config, say: Callable[[str], None]) -> list[Callable[[Path],
 
 
 def copy_to(target: Path, keep: int, say: Callable[[str], None], folder: Path) -> None:
-    """Copy a checkpoint into `target`, where the newest `keep` stay. A failure is only said."""
+    """Copy a checkpoint into `target`, where the newest `keep` stay. A failure only warns."""
     try:
         with atomic_folder(target / folder.name) as partial:
             for file in folder.iterdir():
@@ -50,5 +50,6 @@ def copy_to(target: Path, keep: int, say: Callable[[str], None], folder: Path) -
             remove_folder(old)
     except OSError as error:
         say(
-            f"WARNING: {folder} was not copied to {target}, which is tried again with the next one: {error}"
+            f"WARNING: {folder} was not copied to {target}, which is tried again with the next "
+            f"one: {error}"
         )

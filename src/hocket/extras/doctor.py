@@ -66,7 +66,7 @@ def packages() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Ask torch for GPUs, in another process: a broken driver may end or hang it."""
+    """List the GPUs that torch has, from another process: a broken driver may end or hang it."""
     if environment.version_of("torch") is None:
         return
     command = [sys.executable, "-c", PROBE]
@@ -100,7 +100,7 @@ def libraries() -> Iterator[Finding]:
             "a C compiler": shutil.which("gcc") or shutil.which("clang"),
             f"Python's headers ({header})": header.is_file(),
         }
-        lacks = [name for name, found in needed.items() if not found]
+        lacks = [name for name, present in needed.items() if not present]
         if lacks:
             fix = "Triton compiles its driver at the first start: apt install gcc python3-dev"
             yield Finding("libraries", f"{' and '.join(lacks)} missing", False, fix)

@@ -70,24 +70,21 @@ _STAGE_3 = f"{_ZERO}stage3_"  # what begins so is passed on, too
 
 @setting_reader("deepspeed")
 def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config whose `trainer.deepspeed` has only what is passed on; the rest of it becomes
-    settings.
+    """Keep in `trainer.deepspeed` only what DeepSpeed gets; the rest of it becomes settings.
 
-    Raise ValueError where a setting says otherwise, or for what hocket sets or does not know.
+    Raise ValueError where a setting contradicts it, or for what hocket sets or does not know.
     """
     trainer = values.get("trainer")
-    asked = _read(trainer.get("deepspeed")) if isinstance(trainer, Mapping) else None
-    if not isinstance(asked, Mapping):
-        return values  # pydantic says more
-    found = dict(values)
+    wanted = _read(trainer.get("deepspeed")) if isinstance(trainer, Mapping) else None
+    if not isinstance(wanted, Mapping):
+        return values  # pydantic explains the error
+    config = dict(values)
     passed: dict[str, Any] = {}
     others = []
-    settings = {
-        name: value for name, value in leaves(asked).items() if value != "auto"
-    }  # that is for the trainer
-    if not settings.get(
-        "fp16.enabled"
-    ):  # many files scale the losses of a precision that they don't use
+    # "auto" leaves a setting to the trainer.
+    settings = {name: value for name, value in leaves(wanted).items() if value != "auto"}
+    # Many files scale the losses of a precision that they don't use.
+    if not settings.get("fp16.enabled"):
         settings = {name: value for name, value in settings.items() if not name.startswith("fp16.")}
     for name, value in settings.items():
         kind = ".".join(name.split(".")[: 1 + name.startswith(_ZERO)])
@@ -97,7 +94,7 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
         elif meant is None:
             others.append(kind)
         else:
-            _set(found, meant, f"{name}={value}")
+            _set(config, meant, f"{name}={value}")
     refuse_owned(
         "trainer.deepspeed.",
         dict.fromkeys(others),
@@ -105,18 +102,19 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
         _PASSED,
         " is not passed on: leave it out",
     )
-    put(found, "trainer.deepspeed", passed)
-    return found
+    put(config, "trainer.deepspeed", passed)
+    return config
 
 
-def _set(found: dict[str, Any], meant: Mapping[str, Any], asked: str) -> None:
+def _set(config: dict[str, Any], meant: Mapping[str, Any], wanted: str) -> None:
+    """Put the settings of an entry into a config. Raise ValueError if it has other values."""
     for setting, value in meant.items():
-        before = leaves(found).get(setting, value)
+        before = leaves(config).get(setting, value)
         if before != value:
             raise ValueError(
-                f"trainer.deepspeed: {asked}, but {setting}={before}: leave one of them out"
+                f"trainer.deepspeed: {wanted}, but {setting}={before}: leave one of them out"
             )
-        put(found, setting, value)
+        put(config, setting, value)
 
 
 def _read(value: Any) -> Any:

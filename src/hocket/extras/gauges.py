@@ -13,12 +13,12 @@ from hocket.server.parts import Server, server_part
 
 
 class Gauges(Collector):
-    """What /health says of this process's engine, whenever Prometheus asks."""
+    """The fields of /health of this process's engine, read at each request of Prometheus."""
 
     engine: Engine
 
     def describe(self) -> list[Metric]:
-        return []  # or it would be asked at once, without an engine
+        return []  # else `collect` would be called at once, before there is an engine
 
     def collect(self) -> Iterator[Metric]:
         health = self.engine.health()

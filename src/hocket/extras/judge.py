@@ -1,6 +1,7 @@
 """Have language models score the answers to a prompt, or rank them (docs/rewards.md)."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -9,7 +10,7 @@ import sqlite3
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from statistics import fmean
@@ -88,7 +89,7 @@ class Usage(BaseModel, strict=True):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Judge(Service):
-    """Asks models that speak OpenAI's chat completions; keeps their answers, counts their cost."""
+    """Sends requests to an endpoint of OpenAI's chat completions; keeps answers, counts costs."""
 
     again = AGAIN | set(range(500, 600))
     base_url: Url
@@ -117,7 +118,13 @@ class Judge(Service):
             )
         super().__post_init__()
         self.call_seconds = clock()  # without the time that calls wait for each other
-        self._locks = weakref.WeakValueDictionary[str, asyncio.Lock]()  # of questions being asked
+        # A lock for each question that is under way, by its key in the cache.
+        self._locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
+        # Dollars that each call under way may cost. A call waits where these, and what is spent,
+        # reach the budget: without max_concurrent, those of a whole step would exceed it together.
+        self._reserved: list[float] = []
+        self._admission = asyncio.Lock()  # held by the call that waits; others queue for the lock
+        self._call_ended = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory()  # for answers that no cache keeps
@@ -137,19 +144,19 @@ class Judge(Service):
         read: Callable[[str], Verdict],
         images: Sequence[Image],
     ) -> tuple[list[Verdict], Counter[str]]:
-        """Ask each model its content. Returns what `read` takes from the answers, which have the
+        """Send each model its content. Returns what `read` takes from the answers, which have the
         form of a JSON schema, and the calls, tokens and dollars of them.
 
-        A model is asked again where `read` raises ValueError.
+        A request is sent again where `read` raises ValueError.
         """
         paid = Counter[str]()
         verdicts = []
         for index, content in enumerate(contents):
             question = self._question(index, content, form, images)
-            # Who has the same question waits, and then finds its answer in the cache.
+            # A call with the same question waits, and then takes its answer from the cache.
             async with self._locks.setdefault(question.key, asyncio.Lock()):
-                ask = partial(self._verdict, question, read, paid)
-                verdicts.append(await retried(ask, self.retries))
+                attempt = partial(self._verdict, question, read, paid)
+                verdicts.append(await retried(attempt, self.retries))
         return verdicts, paid
 
     def _question(
@@ -165,7 +172,7 @@ class Judge(Service):
         response_format = {"type": "json_schema", "json_schema": schema}
         request: dict[str, Any] = {"max_completion_tokens": self.max_tokens}
         request |= {"response_format": response_format} | dict(self.request)
-        turn = self.model[:index].count(model)  # a model that is named twice is asked twice
+        turn = self.model[:index].count(model)  # a model that is named twice answers twice
         parts: list[Any] = [self.base_url, model, turn, form, request, text]
         parts += [image.name for image in images]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -205,29 +212,59 @@ class Judge(Service):
 
     async def _call(self, question: Question, paid: Counter[str]) -> str:
         """Post a request and count its cost. Raises RewardError where the budget is spent."""
-        if self.budget is not None:
-            spent = await self._execute(LOOK_UP, "dollars")
-            if spent >= self.budget:
-                raise RewardError(
-                    f"the judge has cost {spent:.2f} dollars (counted in the cache {self.cache}), "
-                    f"its budget is {self.budget:g}: raise the judge's budget to go on"
-                )
-        prompt, completion = question.tokens  # a call that is late or cancelled may be billed, too
-        paid["calls"] += 1
+        async with self._within_budget(self._cost(*question.tokens)):
+            prompt, completion = question.tokens  # a call that is late or cancelled may be billed
+            paid["calls"] += 1
+            try:
+                with clocked(self.call_seconds):
+                    answer = await self._post(f"{self.base_url}/chat/completions", question.body)
+                with suppress(ValueError, LookupError, TypeError):
+                    usage = Usage.model_validate(json.loads(answer)["usage"])
+                    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+            except (RefusedError, ValueError):
+                prompt = completion = 0.0
+                raise
+            finally:
+                dollars = self._cost(prompt, completion)
+                paid.update({"tokens": prompt + completion, "dollars": dollars})
+                await self._execute(SPEND, dollars)
+            return answer
+
+    def _cost(self, prompt: float, completion: float) -> float:
+        """Return the dollars that the tokens of a prompt and its answer cost."""
+        return (self.price[0] * prompt + self.price[1] * completion) / 1e6
+
+    @contextlib.asynccontextmanager
+    async def _within_budget(self, dollars: float) -> AsyncIterator[None]:
+        """Reserve `dollars` of the budget during a call.
+
+        The call waits while those under way may spend what is still free. Raises RewardError where
+        the budget is spent.
+        """
+        if self.budget is None:
+            yield
+            return
+        async with self._admission:
+            while True:
+                self._call_ended.clear()
+                # Summed before the look-up, so that the cost of no call is missed by both.
+                reserved = sum(self._reserved)
+                spent = await self._execute(LOOK_UP, "dollars")
+                if spent >= self.budget:
+                    raise RewardError(
+                        f"the judge has cost {spent:.2f} dollars (counted in the cache "
+                        f"{self.cache}), its budget is {self.budget:g}: raise the judge's budget "
+                        "to go on"
+                    )
+                if spent + reserved < self.budget:
+                    break
+                await self._call_ended.wait()
+            self._reserved.append(dollars)
         try:
-            with clocked(self.call_seconds):
-                answer = await self._post(f"{self.base_url}/chat/completions", question.body)
-            with suppress(ValueError, LookupError, TypeError):
-                usage = Usage.model_validate(json.loads(answer)["usage"])
-                prompt, completion = usage.prompt_tokens, usage.completion_tokens
-        except (RefusedError, ValueError):
-            prompt = completion = 0.0
-            raise
+            yield
         finally:
-            dollars = (self.price[0] * prompt + self.price[1] * completion) / 1e6
-            paid.update({"tokens": prompt + completion, "dollars": dollars})
-            await self._execute(SPEND, dollars)
-        return answer
+            self._reserved.remove(dollars)
+            self._call_ended.set()
 
     async def _execute(self, statement: str, *values: Any) -> Any:
         """Execute a statement on the file of answers. Returns the first value, or None.
@@ -242,7 +279,7 @@ class Judge(Service):
         try:
             with closing(sqlite3.connect(self._file, LOCKED_S, isolation_level=None)) as store:
                 store.text_factory = partial(str, encoding="utf-8", errors="replace")
-                store.execute("PRAGMA synchronous=OFF")  # what is lost is asked for again
+                store.execute("PRAGMA synchronous=OFF")  # what is lost is paid for again
                 row = store.execute(statement, values).fetchone()
         except sqlite3.Error as error:
             raise RewardError(

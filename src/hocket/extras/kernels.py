@@ -1,4 +1,4 @@
-"""Other kernels than PyTorch's own: those of torch.compile and Liger."""
+"""Use other kernels than PyTorch's own: those of torch.compile and of Liger."""
 
 import importlib
 from typing import Any
@@ -10,7 +10,7 @@ from hocket.config import TrainerConfig
 from hocket.errors import ConfigError
 from hocket.trainer.choices import Kernels, kernels
 
-MAX_VARIANTS = 64  # of a compiled layer: by gradients, adapters, and sizes such as 1
+MAX_VARIANTS = 64  # of a compiled layer, which differ by gradients, adapters, and sizes such as 1
 
 
 @kernels("compile")
@@ -52,7 +52,8 @@ class Liger(Kernels):
         known = ", ".join(liger.MODEL_TYPE_TO_APPLY_LIGER_FN)
         if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
             raise ConfigError(
-                f"Liger has no kernels for models of type {kind}, only for {known}; set compile or eager"
+                f"Liger has no kernels for models of type {kind}, only for {known}; set compile or "
+                "eager"
             )
         liger._apply_liger_kernel_to_instance(
             model=model, cross_entropy=False, fused_linear_cross_entropy=False

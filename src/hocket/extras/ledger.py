@@ -1,8 +1,11 @@
-"""Count the outcome of every prompt of each epoch, from ledger.jsonl (docs/curriculum.md) and the state of the stream.
+"""Count the outcome of every prompt of each epoch, from ledger.jsonl (docs/curriculum.md) and the
+state of the stream.
 
-{"step": 0, "num_prompts": 2048}    the first line
-{"step": 9, "epoch": 1, "prompt": ID, "state": "skipped", "why": ...}    or "retired": left out from this epoch on,
-{"step": 12, "epoch": 3, "prompt": ID, "state": "back"}    until this one
+    {"step": 0, "num_prompts": 2048}    the first line
+    {"step": 9, "epoch": 1, "prompt": ID, "state": "skipped", "why": ...}    or "retired"
+    {"step": 12, "epoch": 3, "prompt": ID, "state": "back"}
+
+A prompt that is skipped or retired is left out from that epoch on, until it is back.
 """
 
 import argparse
@@ -27,12 +30,13 @@ STATES = (
     "pending",
     "pending or in flight",
 )
-NUM_SHOWN = 10
-NUM_EPOCHS = 4
+NUM_SHOWN = 10  # prompts that a problem names
+NUM_EPOCHS = 4  # the newest ones, which are shown
 
 
 class Account(NamedTuple):
-    """One epoch: each prompt counts once in `states`, under a state and its reason ("failed: no score")."""
+    """An epoch. Each prompt counts once in `states`, under a state and its reason: "failed: no
+    score"."""
 
     epoch: int
     finished: bool  # all are drawn or left out
@@ -44,9 +48,10 @@ class Account(NamedTuple):
 def accounts(
     rows: Sequence[LedgerRow], stream: Mapping[str, Any] | None, *, ended: bool = False
 ) -> list[Account]:
-    """Return the account of each epoch that has begun.
+    """Return the account of each epoch that was begun.
 
-    `stream` is the PromptStream's state in the newest checkpoint, None without one; `ended`: nothing is in flight.
+    `stream` is the PromptStream's state in the newest checkpoint, if there is one. `ended`: the run
+    has ended, and nothing is in flight.
     """
     (num_prompts,) = [row["num_prompts"] for row in rows if "num_prompts" in row]
     outcomes = [row for row in rows if "num_prompts" not in row]
@@ -56,75 +61,83 @@ def accounts(
         late: list[OutcomeRow] = [*stream["entries"]]
         late += [_in_flight(draw) for draw in stream["in_flight"]]
         outcomes += [row for row in late if row.get("draw") not in recorded]
-    outcomes.sort(
-        key=lambda row: (row["epoch"], row["state"] != "back")
-    )  # those first, as some stand twice
+    # Those that are back come first in an epoch, as some are left out in it again.
+    outcomes.sort(key=lambda row: (row["epoch"], row["state"] != "back"))
     ids = {row["prompt"] for row in outcomes}
     epochs = {
-        epoch: list(those) for epoch, those in groupby(outcomes, key=lambda row: row["epoch"])
+        epoch: list(of_epoch) for epoch, of_epoch in groupby(outcomes, key=lambda row: row["epoch"])
     }
     newest = max(epochs, default=0)
-    num_over = newest if ended else 0  # of these epochs nothing is pending or in flight
+    num_over = newest if ended else 0  # epochs in which nothing is pending or in flight
     pending = "pending"
     if stream is not None:
         num_over = stream["epoch"]
     elif not ended:
         pending = "pending or in flight"
     left_out: dict[str, str] = {}
-    found = []
+    listed = []
     for epoch in range(max(newest, num_over) + 1):
-        fates = []
+        labels = []  # the outcome of each prompt
         for row in epochs.get(epoch, ()):
             if "draw" in row:
-                fates.append((row["prompt"], _label(row)))
+                labels.append((row["prompt"], _label(row)))
             elif row["state"] == "back":
                 left_out.pop(row["prompt"], None)
             else:
                 left_out[row["prompt"]] = _label(row)
-        fates += left_out.items()
-        times = Counter(prompt for prompt, _ in fates)
-        states = Counter(label for _, label in fates)
+        labels += left_out.items()
+        times = Counter(prompt for prompt, _ in labels)
+        states = Counter(label for _, label in labels)
         twice = {prompt for prompt, num in times.items() if num > 1}
         unknown = num_prompts - len(times)
         missing = unknown if epoch < num_over else 0
         states.update({"missing": missing, pending: unknown - missing})
-        wrong = (
-            (missing, "not accounted for", ids - times.keys()),
-            (len(twice), "accounted for more than once", twice),
-        )
-        problems = tuple(_problem(*one) for one in wrong if one[0])
-        found.append(
-            Account(epoch, epoch < num_over or not unknown, num_prompts, +states, problems)
-        )  # +: above 0
-    return found
+        problems = []
+        if missing:
+            problems.append(_problem(missing, "not accounted for", ids - times.keys()))
+        if twice:
+            problems.append(_problem(len(twice), "accounted for more than once", twice))
+        finished = epoch < num_over or not unknown
+        counts = +states  # without those that are 0
+        listed.append(Account(epoch, finished, num_prompts, counts, tuple(problems)))
+    return listed
 
 
 def by_source(
     rows: Sequence[LedgerRow], stream: Mapping[str, Any] | None
 ) -> list[tuple[str, list[LedgerRow], Mapping[str, Any] | None]]:
-    """Return name, rows and state of the stream of each source, in a run with data.sources; "" without them."""
-    of = defaultdict[str, list[LedgerRow]](list)
+    """Return the name, the rows and the state of the stream of each source.
+
+    A run without data.sources has a single source, whose name is "".
+    """
+    by_name = defaultdict[str, list[LedgerRow]](list)
     for row in rows:
-        of[row.get("source", "")].append(row)
+        by_name[row.get("source", "")].append(row)
     states = (stream or {}).get("sources")
-    return [(name, mine, states[name] if states else stream) for name, mine in of.items()]
+    return [
+        (name, of_source, states[name] if states else stream) for name, of_source in by_name.items()
+    ]
 
 
-def table(found: Sequence[Account]) -> str:
-    """Return the newest accounts as text, which ends with whether all balance."""
+def table(listed: Sequence[Account]) -> str:
+    """Write the newest accounts as text, with the problems of all or the verdict at the end."""
     lines = []
-    for account in found[-NUM_EPOCHS:]:
+    for account in listed[-NUM_EPOCHS:]:
         lines.append(f"epoch {account.epoch}: {account.num_prompts:,} prompts")
-        lines += [
-            f"{num:>10,}  {state}" for state, num in sorted(account.states.items(), key=_place)
-        ]
-    if problems := [
-        f"epoch {account.epoch}: {problem}" for account in found for problem in account.problems
-    ]:
-        return "\n".join([*lines, *problems])
-    num = sum(account.finished for account in found)
-    verdict = f"every prompt of each finished epoch ({num}) is accounted for exactly once"
-    return "\n".join([*lines, verdict if num else "no epoch is finished yet"])
+        for state, num in sorted(account.states.items(), key=_place):
+            lines.append(f"{num:>10,}  {state}")
+    problems: list[str] = []
+    for account in listed:
+        problems += [f"epoch {account.epoch}: {problem}" for problem in account.problems]
+    num_finished = sum(account.finished for account in listed)
+    if problems:
+        lines += problems
+    elif num_finished:
+        finished = f"each finished epoch ({num_finished})"
+        lines.append(f"every prompt of {finished} is accounted for exactly once")
+    else:
+        lines.append("no epoch is finished yet")
+    return "\n".join(lines)
 
 
 def _in_flight(draw: Mapping[str, Any]) -> OutcomeRow:
@@ -145,31 +158,37 @@ def _place(item: tuple[str, int]) -> tuple[int, int, str]:
     return STATES.index(label.partition(":")[0]), -num, label
 
 
-def _problem(num: int, what: str, ids: Iterable[str]) -> str:
+def _problem(num: int, problem: str, ids: Iterable[str]) -> str:
     shown = sorted(ids)[:NUM_SHOWN]
     if num > len(shown):
         shown.append(f"and {num - len(shown)} more" if shown else "never named")
-    return f"{num} prompts are {what}: {', '.join(shown)}"
+    return f"{num} prompts are {problem}: {', '.join(shown)}"
 
 
 @command("ledger", option("RUN", type=Path))
 def report(args: argparse.Namespace) -> int:
+    """Print the accounts of a run; return 1 if there is a problem."""
     from hocket.observe.rows import read_ledger, reading
     from hocket.trainer import checkpoints
 
     rows = read_ledger(args.RUN)
     if not rows or "num_prompts" not in rows[0]:
         raise ConfigError(
-            f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing"
+            f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws "
+            "nothing"
         )
     kept = checkpoints.complete(args.RUN / checkpoints.FOLDER)
     stream = checkpoints.read(kept[-1], whole=False).parts["prompts"] if kept else None
     ended = (args.RUN / "summary.json").exists()
     with reading(args.RUN / LEDGER):
-        by_name = [
-            (name, accounts(mine, state, ended=ended))
-            for name, mine, state in by_source(rows, stream)
-        ]
-    for name, listed in by_name:
-        print(*filter(None, [name, table(listed)]), sep="\n")
-    return int(any(account.problems for _, listed in by_name for account in listed))
+        listed_by_name = {
+            name: accounts(of_source, state, ended=ended)
+            for name, of_source, state in by_source(rows, stream)
+        }
+    status = 0
+    for name, listed in listed_by_name.items():
+        if name:
+            print(name)
+        print(table(listed))
+        status |= any(account.problems for account in listed)
+    return status

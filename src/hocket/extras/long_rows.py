@@ -1,5 +1,5 @@
-"""Very long rows (trainer.gradient_checkpointing=long): what layers keep waits on the CPU, MLPs
-work in tiles."""
+"""Train on very long rows (trainer.gradient_checkpointing=long): the inputs of layers are kept on
+the CPU, and MLPs work in tiles."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +23,7 @@ class LongRows(Recomputation):
     The numbers stay the same.
     """
 
-    gathered_at_once = ("mlp",)  # ranks have rows, and so tiles, of different numbers
+    gathered_at_once = ("mlp",)  # ranks have different rows, and so different numbers of tiles
 
     def prepare(self, model: Any) -> None:
         for layer in model.modules():
@@ -48,9 +48,8 @@ def _in_tiles(forward: Any) -> Any:
         ]
         if isinstance(tiles[0], Tensor):
             return torch.cat(tiles, dim=1)
-        hidden, scores = zip(
-            *tiles, strict=True
-        )  # of some experts, with their router's of [positions, experts]
+        # Some experts also return their router's scores: [positions, experts].
+        hidden, scores = zip(*tiles, strict=True)
         return torch.cat(hidden, dim=1), torch.cat(scores)
 
     return tiled

@@ -1,4 +1,4 @@
-"""Play episodes with the environment of an OpenEnv server, through its client (docs/hubs.md)."""
+"""Roll out episodes with the environment of an OpenEnv server (docs/hubs.md)."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ MAX_SEED = (1 << 31) - 1
 
 @environment("openenv")
 class OpenEnv(Environment):
-    """A session of a server: what the model writes is the field `action` of an action, or all of it
-    as JSON.
+    """A session of a server.
 
-    `observation`: the field that the model reads; without one it reads all of them as JSON.
+    The model writes the field `action` of an action; if that is None, the whole action as JSON.
+    It reads the field `observation` of an observation; if that is None, all fields as JSON.
     """
 
     def __init__(
@@ -35,33 +35,27 @@ class OpenEnv(Environment):
 
         self._client = GenericEnvClient(base_url=self._url)
         await self._client.connect()
-        result = await self._client.reset(
-            **{"seed": seed & MAX_SEED, **prompt.meta.get("reset", {})}
-        )
-        said = self._said(result.observation)
-        return Observation(messages=[{"role": "user", "content": said}]) if said else None
+        arguments = {"seed": seed & MAX_SEED} | prompt.meta.get("reset", {})
+        result = await self._client.reset(**arguments)
+        text = self._shown(result.observation)
+        return Observation(messages=[{"role": "user", "content": text}]) if text else None
 
     async def step(self, action: Action) -> Step:
         try:
-            done = (
-                dict(json.loads(action.text))
-                if self._action is None
-                else {self._action: action.text}
-            )
+            if self._action is None:
+                fields = dict(json.loads(action.text))
+            else:
+                fields = {self._action: action.text}
         except (ValueError, TypeError) as error:
-            return Step(
-                messages=[
-                    {"role": "user", "content": f"error: the action is no JSON object: {error}"}
-                ]
-            )
-        result = await self._client.step(done)
+            text = f"error: the action is no JSON object: {error}"
+            return Step(messages=[{"role": "user", "content": text}])
+        result = await self._client.step(fields)
         self.gives_reward |= result.reward is not None
         reward = float(result.reward or 0.0)
         if result.done:
             return Step(reward=reward, done=True)
-        return Step(
-            reward=reward, messages=[{"role": "user", "content": self._said(result.observation)}]
-        )
+        text = self._shown(result.observation)
+        return Step(reward=reward, messages=[{"role": "user", "content": text}])
 
     async def truncated(self) -> float:
         self.gives_reward = True  # a server may give all of it at the end
@@ -71,12 +65,14 @@ class OpenEnv(Environment):
         if self._client is not None:
             await self._client.close()
 
-    def _said(self, observation: Mapping[str, Any]) -> str:
+    def _shown(self, observation: Mapping[str, Any]) -> str:
+        """Write an observation as the model reads it. Raise ValueError if the field is missing."""
         if self._observation is None:
             return json.dumps(observation, ensure_ascii=False)
         if self._observation not in observation:
             known = ", ".join(observation)
             raise ValueError(
-                f"the observation has no field {self._observation!r}, only {known}: set env.observation"
+                f"the observation has no field {self._observation!r}, only {known}: set "
+                "env.observation"
             )
         return str(observation[self._observation])

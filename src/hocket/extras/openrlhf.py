@@ -1,5 +1,5 @@
-"""Play agents that were written for OpenRLHF: files with a class AgentInstance, or with a function
-`step`."""
+"""Roll out episodes of agents that were written for OpenRLHF: files with a class AgentInstance, or
+with a function `step`."""
 
 import importlib.util
 import inspect
@@ -19,8 +19,7 @@ BASES = "openrlhf.utils.agent"
 
 
 class Base:
-    """An agent that begins with the prompt as it is: the class of OpenRLHF that files inherit
-    from."""
+    """Stands for the class of OpenRLHF that agents inherit from: it takes the prompt as it is."""
 
     async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
         return states
@@ -39,8 +38,8 @@ def provide_bases() -> None:
 
 @environment("step")
 class StepFile(Environment):
-    """An episode has its own AgentInstance, or, as a lone `step` keeps its state in globals, its
-    own module."""
+    """Gives each episode an AgentInstance of its own; for a lone `step`, which keeps its state in
+    globals, a module of its own."""
 
     def __init__(self, path: str) -> None:
         self._module: Any = load_plugin(path)
@@ -54,64 +53,67 @@ class StepFile(Environment):
         self._label = prompt.answer
         self._text = self.decode(prompt.token_ids)
         if not hasattr(self._module, "AgentInstance"):
-            self._ask = _function(self._module)
+            self._call = _function(self._module)
             return None
         agent = object.__new__(self._module.AgentInstance)
         begun = agent.__init__()
         if inspect.isawaitable(begun):  # an actor of Ray may have it so
             await begun
-        self._ask = partial(invoke, agent.step)
-        given = await invoke(agent.reset, {"observation": self._text, "label": self._label})
-        return Observation(text=self._added(given["observation"]))
+        self._call = partial(invoke, agent.step)
+        states = await invoke(agent.reset, {"observation": self._text, "label": self._label})
+        return Observation(text=self._added(states["observation"]))
 
     async def step(self, action: Action) -> Step:
-        said = {"observation_text": self._text, "action_text": action.text, "label": self._label}
-        told = await self._ask(
-            {**said, "sampling_params": SimpleNamespace(stop=None, max_tokens=None)}
-        )
-        logs = {"scores": told.get("scores"), **(told.get("extra_logs") or {})}
+        states = {
+            "observation_text": self._text,
+            "action_text": action.text,
+            "label": self._label,
+            "sampling_params": SimpleNamespace(stop=None, max_tokens=None),
+        }
+        result = await self._call(states)
+        logs = {"scores": result.get("scores")} | dict(result.get("extra_logs") or {})
         self.metrics = {
             f"env/{name}": _number(value)
             for name, value in logs.items()
             if numpy.asarray(value).dtype.kind in "biuf"
         }
-        reward = _number(told["rewards"])
-        if told["done"]:
+        reward = _number(result["rewards"])
+        if result["done"]:
             return Step(reward=reward, done=True)
-        if told.get("environment_images"):
+        if result.get("environment_images"):
             raise ValueError("environment_images can't be shown: answer with text alone")
         self._text += action.text
-        whole = told.get("next_observation", told.get("next_state"))  # as older files have it
+        whole = result.get("next_observation", result.get("next_state"))  # as older files have it
         if whole is None:
-            whole = self._text + told["environment_feedback"]
-        stop = getattr(told.get("sampling_params"), "stop", None)
+            whole = self._text + result["environment_feedback"]
+        stop = getattr(result.get("sampling_params"), "stop", None)
         stops = (stop,) if isinstance(stop, str) else stop
         return Step(text=self._added(whole), reward=reward, stop=tuple(stops) if stops else None)
 
     def _added(self, whole: str) -> str:
-        """Return what a text adds to the one before."""
+        """Return what follows the text so far in `whole`. Raise ValueError if that differs."""
         before = self._text
         if not whole.startswith(before):
-            advice = "what it should begin with instead belongs into the data, or into data.system_prompt"
             raise ValueError(
-                f"a text must go on from the one before, {before[-40:]!r} at its end: {advice}"
+                f"a text must go on from the one before, {before[-40:]!r} at its end: what it "
+                "should begin with instead belongs into the data, or into data.system_prompt"
             )
         self._text = whole
         return whole.removeprefix(before)
 
 
 def _function(module: Any) -> Callable[[dict[str, Any]], Awaitable[Any]]:
-    """Return `step` of a module like this one, with globals of its own."""
-    own: Any = importlib.util.module_from_spec(module.__spec__)
-    module.__spec__.loader.exec_module(own)
+    """Return `step` of another copy of this module, which has globals of its own."""
+    copy: Any = importlib.util.module_from_spec(module.__spec__)
+    module.__spec__.loader.exec_module(copy)
 
-    def ask(states: dict[str, Any]) -> Awaitable[Any]:
-        *given, sampling_params = states.values()
-        return invoke(own.step, *given, sampling_params=sampling_params)
+    def call(states: dict[str, Any]) -> Awaitable[Any]:
+        *arguments, sampling_params = states.values()
+        return invoke(copy.step, *arguments, sampling_params=sampling_params)
 
-    return ask
+    return call
 
 
 def _number(value: Any) -> float:
-    """Return a number, or that in an array or tensor of one."""
+    """Convert a number, or an array or tensor with a single number."""
     return float(numpy.asarray(value).item())

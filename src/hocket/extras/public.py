@@ -29,7 +29,7 @@ def install(http: uvicorn.Config) -> None:
 
 
 class QuietConnection(H11Protocol):
-    """A connection that no request makes uvicorn write a traceback to the log about."""
+    """A connection whose requests never make uvicorn write a traceback to the log."""
 
     def send_400_response(self, msg: str) -> None:
         """Answer a head that is no HTTP; where a body goes on as none, the answer has begun."""
@@ -41,7 +41,7 @@ class QuietConnection(H11Protocol):
 
 
 class Connection(QuietConnection):
-    """A connection that ends where its head is late, or it is the oldest stranger of too many."""
+    """A connection that is closed if a head is late, or as the oldest stranger of too many."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,7 +67,7 @@ class Connection(QuietConnection):
 
     @property
     def is_strange(self) -> bool:
-        """Say whether no whole request was admitted that is not answered yet."""
+        """Whether it has no request that is whole, admitted and not answered yet."""
         return self.is_idle or self._lacks_body or ADMITTED not in self.cycle.scope["state"]
 
     @property

@@ -27,7 +27,7 @@ SECTION = "rewards.functions.reward_model"
 @reward("reward_model", own_deadline=True)
 @dataclasses.dataclass(eq=False)
 class ModelReward:
-    """Return the logit that a reward model gives a prompt with a completion."""
+    """Scores a prompt with a completion by the logit of a reward model."""
 
     path: str
     device: str = "cpu"
@@ -42,11 +42,11 @@ class ModelReward:
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         labels = config.num_labels
         kinds = str(config.architectures)
-        if (
-            "ForSequenceClassification" not in kinds
-        ):  # transformers would give it a head of random weights
+        # To another model transformers would add a head of random weights.
+        if "ForSequenceClassification" not in kinds:
             raise ValueError(
-                f"{self.path} is no sequence classifier: config.json names the architectures {kinds}"
+                f"{self.path} is no sequence classifier: config.json names the architectures "
+                f"{kinds}"
             )
         model_folder.examine(
             ModelConfig(path=self.path), f"{SECTION}.path", trains=False, head="score"
@@ -63,9 +63,8 @@ class ModelReward:
             None if pad is None or pad < 0 else self._tokenizer.convert_ids_to_tokens(pad)
         )
         if self._tokenizer.pad_token is None:
-            self.batch_size = (
-                1  # transformers takes the logit of the last token, a padding one in a batch
-            )
+            # transformers takes the logit of the last token, which in a batch may be padding.
+            self.batch_size = 1
         self._one_at_a_time = asyncio.Lock()
         self.call_seconds = clock()
 
@@ -82,7 +81,7 @@ class ModelReward:
             part for name, part in loaded.named_modules() if name.endswith("position_embeddings")
         ]
         for part in positions:
-            if getattr(part, "padding_idx", None) is not None:  # RoBERTa's kinds begin behind it
+            if getattr(part, "padding_idx", None) is not None:  # RoBERTa's positions begin behind
                 self._longest = min(self._longest, part.num_embeddings - part.padding_idx - 1)
         return loaded.to(self.device).eval().requires_grad_(False)
 
@@ -97,7 +96,7 @@ class ModelReward:
         for i, rollout in enumerate(rollouts):
             try:
                 encoded[i] = self._encoded(rollout)
-            except Exception as error:  # noqa: BLE001 - of this text, as a half surrogate pair
+            except Exception as error:  # noqa: BLE001 - this text's, such as half a surrogate pair
                 scores[i] = failure(error)
         by_length = sorted(encoded, key=lambda i: len(encoded[i]["input_ids"]))
         for start in range(0, len(by_length), self.batch_size):
@@ -125,8 +124,8 @@ class ModelReward:
         template = self._tokenizer.chat_template
         text: Any = prompt.text + rollout.text
         if template:
-            asked = prompt.messages or ({"role": "user", "content": prompt.text},)
-            chat = [*asked, {"role": "assistant", "content": rollout.text}]
+            chat = list(prompt.messages or [{"role": "user", "content": prompt.text}])
+            chat.append({"role": "assistant", "content": rollout.text})
             text = self._tokenizer.apply_chat_template(chat, tokenize=False)
         elif self._tokenizer.sep_token:
             text = prompt.text, rollout.text

@@ -1,10 +1,11 @@
-"""Write timeline.jsonl: what servers and trainer did when; what was known of servers, also when one was lost.
+"""Write timeline.jsonl: the spans of servers and trainer, and the state of the servers.
 
     {"step": 3, "name": "train", "who": "trainer", "start": 1764000001.5, "end": 1764000002.25}
-    {"step": 3, "time": 1764000003.0, "servers": [{"url": "http://127.0.0.1:8000", "up": true, "state": "up", ...}]}
+    {"step": 3, "time": 1764000003.0, "servers": [{"url": "http://127.0.0.1:8000", ...}]}
 
-Seconds are Unix time by the trainer's clock. A step's lines are written at its end. Its batch began in an earlier step,
-where batches are played ahead: that span of the servers overlaps the trainer's.
+Seconds are Unix time by the trainer's clock. A step's lines are written at its end. Where batches
+are generated ahead, a step's batch was begun in an earlier step: that span of the servers overlaps
+the trainer's. The state of the servers is also written when a server is lost.
 """
 
 import json
@@ -30,13 +31,13 @@ NAMES = {
     f"time/{name}": (TRAINER, name)
     for name in ("turn", "check", "measure", "train", "sync", "checkpoint")
 }
-"""Span → who and name in the file."""
+"""For each span, who has it and its name in the file."""
 
 
 class Timeline(RunPart):
-    """Writes the spans that it hears of, those of the steps `traced` into trace.json, too.
+    """Writes the spans that `timed` measures; those of the steps `traced` into trace.json, too.
 
-    `last_step`: the last finished one; `servers`: what is known of each one.
+    `last_step` returns the last finished step, `servers` the state of each server.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class Timeline(RunPart):
         self._last_step = last_step
         self._servers = servers
         self._traced = traced
-        self._kept: list[Span] = []  # of them
+        self._kept: list[Span] = []  # of the traced steps
         self._spans: list[Span] = []
         LISTENERS.append(self._spans.append)
 
     def recorded(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the spans since the step before, in the order of their beginning, and the servers."""
+        """Append the spans since the step before, ordered by their start, and the servers."""
         spans = self._spans[:]
-        del self._spans[: len(spans)]  # and none that another thread adds meanwhile
+        del self._spans[: len(spans)]  # but none that another thread has added meanwhile
         unix = time.time() - time.perf_counter()
         rows: list[TimelineRow] = []
         for span in sorted(spans, key=lambda span: span.start):
@@ -77,14 +78,14 @@ class Timeline(RunPart):
             write_atomically(self._run_dir / TRACE, json.dumps({"traceEvents": events(self._kept)}))
 
     def servers_changed(self) -> None:
-        """Append what is known of the servers, within a step."""
+        """Append the state of the servers, within a step."""
         append(self._run_dir / TIMELINE, self._of_servers(self._last_step() + 1))
 
     def _of_servers(self, step: int) -> list[ServersRow]:
         servers = self._servers()
-        return (
-            [{"step": step, "time": round(time.time(), 6), "servers": servers}] if servers else []
-        )
+        if not servers:
+            return []
+        return [{"step": step, "time": round(time.time(), 6), "servers": servers}]
 
     def close(self) -> None:
         LISTENERS.remove(self._spans.append)
@@ -99,25 +100,35 @@ def timeline(run: Joined) -> RunPart:
 
 
 def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return Chrome's events: microseconds of Unix time. A process has as many lanes as it does things at a time."""
+    """Convert spans to Chrome's events, in microseconds of Unix time.
+
+    A process has as many lanes (threads) as it has spans at the same time.
+    """
     unix = time.time() - time.perf_counter()
-    found: list[dict[str, Any]] = []
-    lanes: dict[
-        str, list[list[float]]
-    ] = {}  # of each process, in each lane the ends of what is open
+    converted: list[dict[str, Any]] = []
+    processes: dict[str, int] = {}  # the number of each
+    lanes: list[list[list[float]]] = []  # by process and lane, the ends of the spans that are open
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        if span.who not in lanes:
-            named = {"name": "process_name", "ph": "M", "args": {"name": span.who}}
-            found.append({**named, "pid": len(lanes), "tid": 0})
-        mine = lanes.setdefault(span.who, [])
-        place = {"pid": [*lanes].index(span.who), "tid": _lane(mine, span)}
-        when = {"ts": (unix + span.start) * 1e6, "dur": (span.end - span.start) * 1e6}
-        found.append({"name": span.name.removeprefix("time/"), "ph": "X", **when, **place})
-    return found
+        if span.who not in processes:
+            processes[span.who] = len(lanes)
+            lanes.append([])
+            event: dict[str, Any] = {"name": "process_name", "ph": "M", "args": {"name": span.who}}
+            converted.append(event | {"pid": processes[span.who], "tid": 0})
+        process = processes[span.who]
+        event = {
+            "name": span.name.removeprefix("time/"),
+            "ph": "X",
+            "ts": (unix + span.start) * 1e6,
+            "dur": (span.end - span.start) * 1e6,
+            "pid": process,
+            "tid": _lane(lanes[process], span),
+        }
+        converted.append(event)
+    return converted
 
 
 def _lane(lanes: list[list[float]], span: Span) -> int:
-    """Return the first lane that is free, or where the span lies within what is open."""
+    """Choose the first lane that is free, or whose open spans contain this span."""
     for number, ends in enumerate(lanes):
         while ends and ends[-1] <= span.start:
             ends.pop()

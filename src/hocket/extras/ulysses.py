@@ -21,14 +21,15 @@ from hocket.trainer.ranks import Ranks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split(RowPart):
+    """This rank's part of rows, and its exchange with the other ranks."""
+
     group: Any  # of the ranks that divide the row
 
     def by_heads(self, tensor_bhrd: Tensor) -> Tensor:
         tensor_hrd = tensor_bhrd[0]
         heads = len(tensor_hrd)
-        copies = (
-            math.lcm(heads, self.size) // heads
-        )  # of key and value heads that several ranks need
+        # Several ranks need a copy of a key or value head if there are fewer of them than ranks.
+        copies = math.lcm(heads, self.size) // heads
         return self._exchanged(tensor_hrd.repeat_interleave(copies, dim=0)).transpose(0, 1)
 
     def by_positions(self, tensor_rhd: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ class Split(RowPart):
 
 @row_division("ulysses")
 def split(size: int, ranks: Ranks) -> Split:
-    """Return how `size` neighbouring ranks divide rows."""
+    """Make the groups of `size` neighbouring ranks that divide rows, and return this rank's."""
     timeout = datetime.timedelta(seconds=ranks.timeout_s)
     group, _ = dist.new_subgroups(size, timeout=timeout)  # type: ignore[no-untyped-call]
     return Split(size, ranks.rank % size, group=group)

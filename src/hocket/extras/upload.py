@@ -20,9 +20,9 @@ from hocket.server.errors import ApiError, invalid
 from hocket.server.parts import Server, router, server_part
 
 FOLDER = "uploaded-weights"
-"""Where they are kept, under the server's root, with a server's number; other folders there are
-left alone."""
-SILENCE_S = 60.0
+"""The folder of versions under the server's root, to which each server adds a number; other folders
+there are left alone."""
+SILENCE_S = 60.0  # seconds without data after which an upload is broken off
 _NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
 _UPLOAD = re.compile(
     rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)",
@@ -47,23 +47,24 @@ def install(server: Server) -> None:
 
 
 class Uploads:
-    """Versions that are hidden until COMPLETE comes, and broken off after SILENCE_S without
-    data."""
+    """Receives versions. A version is hidden until its file COMPLETE comes."""
 
     def __init__(self, root: Path) -> None:
-        self._folder = root / FOLDER  # until it is taken
-        self._free = (root / f"{FOLDER}-{number}" for number in itertools.count(1))
-        self._lock: IO[str] | None = None
-        self._receiving = (
-            asyncio.Lock()
-        )  # one file at a time: each of several could fill the room left by the others
+        self._folder = root / FOLDER  # replaced by the first folder that is free
+        self._candidates = (root / f"{FOLDER}-{number}" for number in itertools.count(1))
+        self._lock: IO[str] | None = None  # held on the folder
+        # A file at a time: several together could exceed the limit that each of them keeps.
+        self._receiving = asyncio.Lock()
 
     async def receive(
         self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int
     ) -> DiskSource:
-        """Write a file of a version, all files together up to `max_bytes`."""
+        """Write a file of a version, whose files have at most `max_bytes` together."""
         if not _UPLOAD.fullmatch(f"{name}/{file}"):
-            hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
+            hint = (
+                "send *.safetensors, manifest.json and, last, COMPLETE to a name like "
+                "0123abcd-weights-v000001"
+            )
             raise invalid(
                 f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name"
             )
@@ -78,9 +79,8 @@ class Uploads:
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
                 if file == manifest.COMPLETE_FILE:
-                    await asyncio.to_thread(
-                        complete_folder, folder
-                    )  # in place of the same version, sent before
+                    # It replaces the same version, if that was sent before.
+                    await asyncio.to_thread(complete_folder, folder)
             except OSError as error:
                 shutil.rmtree(partial_of(self._folder / name), ignore_errors=True)
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -91,9 +91,9 @@ class Uploads:
         return DiskSource(name=f"{self._folder.name}/{name}")
 
     def _take_folder(self) -> None:
-        """Take a folder that no other server has, as a lock says until this process ends."""
+        """Take a folder that no other server has; a lock marks it until this process ends."""
         while self._lock is None:
-            self._folder = next(self._free)
+            self._folder = next(self._candidates)
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = partial_of(self._folder).open("w")
             with suppress(BlockingIOError):
@@ -120,8 +120,8 @@ class Uploads:
             raise ApiError(408, "body_timeout", message, "send the version again") from error
 
     def _make_room(self, name: str) -> None:
-        """Keep what comes now and, of the others, the newest and the newest complete one: the
-        server may hold it."""
+        """Remove other versions but the newest, and the newest complete one: the server may hold
+        it."""
         others = [
             path
             for path in self._folder.glob("*")
@@ -129,5 +129,5 @@ class Uploads:
         ]
         others.sort(key=lambda path: path.stat().st_mtime)
         complete = [path for path in others if not path.name.startswith(".")]
-        for old in {*others} - {*others[-1:], *complete[-1:]}:
+        for old in set(others) - set(others[-1:]) - set(complete[-1:]):
             shutil.rmtree(old, ignore_errors=True)

@@ -33,7 +33,7 @@ def rollout(*token_ids: int, p: float = 0.5, id_: str = "step 1/0/0", version: i
 
 
 class World:
-    """A trainer that measures `found` of all samples, and a proof whose bound is 3e-5."""
+    """A trainer that measures `found` of all samples, and a verification whose bound is 3e-5."""
 
     def __init__(self, *found: float) -> None:
         self.found = found or (10, 1e-6, 0, 1, 0)

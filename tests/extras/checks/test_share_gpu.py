@@ -15,7 +15,7 @@ CHECK = ["offload", "compare", "generate", "sleep 1", "onload", "score", "offloa
 class Checked(Parts):
     def __init__(self, tmp_path: Path, *settings: str, **options: Any) -> None:
         super().__init__(tmp_path, *settings, **options)
-        proof = Verification(
+        verification = Verification(
             publisher=self.publisher,
             prompts=[Prompt(id="c", token_ids=(1,))],
             trainer=self.world,
@@ -23,7 +23,7 @@ class Checked(Parts):
             sync=self.config.sync,
             alarmed=lambda: False,
         )
-        self.publisher.parts = [proof]
+        self.publisher.parts = [verification]
 
 
 async def test_without_sharing_a_check_moves_nobody(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The proof that servers compute with the trainer's weights, with fake transports and servers in memory."""
+"""The verification that servers compute with the trainer's weights, with fake transports and servers in memory."""
 
 import asyncio
 import dataclasses
@@ -53,7 +53,7 @@ async def test_all_servers_are_checked_at_once_and_one_version_at_a_time() -> No
         server.go.clear()
     assert world.sync.versions.current == 0
     looks = [asyncio.create_task(world.pool.wait_up()) for _ in range(2)]  # FakeTransport looks for an overlap
-    async with asyncio.timeout(60):  # they answer the proof at the same time
+    async with asyncio.timeout(60):  # they are verified at the same time
         await until(lambda: all(server.requests for server in world.servers))
     for server in world.servers:
         server.go.set()
@@ -252,7 +252,7 @@ def test_only_what_both_versions_sampled_behind_the_same_tokens_is_compared() ->
     assert missing_share(before, before, 0.0) == (0.0, math.inf)  # nor a step that changed nothing
 
 
-def test_a_proof_takes_the_prompts_whose_images_have_room_in_one_request() -> None:
+def test_a_verification_takes_the_prompts_whose_images_have_room_in_one_request() -> None:
     prompts = [Prompt(id="p", token_ids=(9,), images=(fakes.image(bytes(15 << 20)),)) for _ in range(4)]
     parts: dict[str, Any] = dict.fromkeys(("publisher", "trainer", "rollout", "sync", "alarmed"))
     assert [*Verification(prompts=[Prompt(id="t", token_ids=(1,)), *prompts], **parts).prompts[1:]] == prompts[:2]

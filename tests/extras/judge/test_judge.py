@@ -229,16 +229,35 @@ async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(scorer_of: Sco
         assert (await rewards.score(make_rollout("a"))).total == 1.0  # from the cache
 
 
-async def test_no_more_calls_than_are_under_way_at_once_go_over_the_budget(scorer_of: Scorers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [{}, {"max_concurrent": 3}])
+async def test_calls_that_are_made_at_once_do_not_exceed_the_budget_together(
+    scorer_of: Scorers, tmp_path: Path, limit: dict[str, Any]
+) -> None:
+    """A call costs a dollar, and might cost 512: the most tokens of an answer."""
     options: dict[str, Any] = {"price": [0.0, 1e6], "cache": str(tmp_path / "cache.db"), "budget": 11}
     async with Saying(completion('{"score": 10}', 1000, 1)).open() as service:
-        rewards = scorer_of(functions(service, max_concurrent=3, **options))
+        rewards = scorer_of(functions(service, **limit, **options))
         calls = (rewards.score(make_rollout(str(number))) for number in range(40))
         scores = await asyncio.gather(*calls, return_exceptions=True)
     made = len(service.arrivals)
-    assert 11 <= made <= 11 + 2
+    assert made == 11
     assert len([score for score in scores if isinstance(score, RewardError)]) == 40 - made
     assert counted(tmp_path) == made
+
+
+async def test_calls_whose_costs_fit_into_the_budget_together_do_not_wait(scorer_of: Scorers, tmp_path: Path) -> None:
+    """Four calls that may cost 2 dollars each are made at once; each is answered as all are there."""
+    all_there = asyncio.Barrier(4)
+
+    async def answer(headers: Any, body: Any) -> Any:
+        await all_there.wait()
+        return completion('{"score": 10}', 1000, 1)
+
+    options: dict[str, Any] = {"price": [0.0, 1e6], "max_tokens": 2, "budget": 11}
+    async with Service(answer).open() as service, asyncio.timeout(60):
+        rewards = scorer_of(functions(service, cache=str(tmp_path / "cache.db"), **options))
+        await asyncio.gather(*(rewards.score(make_rollout(str(number))) for number in range(4)))
+        assert len(service.arrivals) == 4
 
 
 def ask_many(url: str, folder: Path) -> None:

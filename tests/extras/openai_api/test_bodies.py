@@ -49,7 +49,7 @@ async def test_good_bodies_and_those_of_whom_vllm_knows_what_is_wrong_pass(http:
 
 async def test_while_the_engine_can_not_generate_no_client_route_is_reached() -> None:
     engine = make_engine(make_llm(), "model.path=checkpoints/tiny-sort")
-    engine._condition = Condition(None, _state=EngineState.ASLEEP, _reason=ASLEEP)
+    engine._condition = Condition(None, state=EngineState.ASLEEP, reason=ASLEEP)
     async with asking(wrap(engine)) as http:
         for path in ("/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/sessions/x/v1/messages"):
             refused = await http.post(path, json={})

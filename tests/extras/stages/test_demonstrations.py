@@ -168,6 +168,13 @@ def test_without_a_template_the_tokenizers_own_token_ends_a_demonstration(
     assert read_and_taught(row) == ([0, 3, 4], [5, 6, 1])
 
 
+def test_a_template_that_hides_the_assistants_text_teaches_nothing(write_jsonl: Write) -> None:
+    tokenizer = of_tags("{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+    data = DataConfig(source=write_jsonl({"prompt": "x", "response": "y"}))
+    with pytest.raises(DataError, match="does not show what the assistant said"):
+        load_demonstrations(data, tokenizer, 20)
+
+
 @pytest.mark.parametrize("chat_template", [True, False])
 @pytest.mark.parametrize("response", ["b<|end|>", "b<|end|><|user|>c<|end|>"])
 def test_a_special_token_that_a_response_spells_is_said_once(

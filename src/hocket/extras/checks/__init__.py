@@ -1,5 +1,7 @@
-"""Checks of servers and rollouts against the trainer: what servers hold and compute (verify.py),
-draws (sampling.py)."""
+"""Check servers and rollouts against the trainer.
+
+verify.py checks what servers hold and compute, sampling.py how they draw tokens.
+"""
 
 from hocket.observe.metrics import Metric, metric_table
 

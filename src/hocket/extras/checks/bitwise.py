@@ -1,13 +1,14 @@
-"""Compare what vLLM 0.32's worker computes with against a version, bit for bit.
+"""Compare the tensors that vLLM 0.32's worker computes with against a version, bit for bit.
 
-A comparison is vLLM's own reload in which every layer ends in a comparison, not a copy: what the
-engine fuses, shards or packs is compared in that form. It proves that the model computes with what
-a load of the source gives. That this and the export are right, the log-probs prove (verify.py).
+A comparison is vLLM's own reload in which every layer ends in a comparison, not in a copy: what the
+engine fuses, shards or packs is compared in that form. So it verifies that the model computes with
+what a load of the source gives; verify.py checks by log-probs that this load and the export are
+right.
 
 vLLM's own `compute_weight_checksums` before and after another load would need no private function,
-but sees parameters only. On a CPU vLLM packs every matrix into a copy that is none: the lies
-frozen_matrix, permuted_rows, frozen_vision and vision_off (tests/lies.py) stay hidden from it. And
-a comparison that breaks off must leave the model as it was, which another load does not.
+but it sees parameters only. On a CPU vLLM packs every matrix into a copy that is no parameter: the
+lies frozen_matrix, permuted_rows, frozen_vision and vision_off (tests/lies.py) stay hidden from it.
+And a comparison that breaks off must leave the model as it was, which another load does not.
 
 A tensor that vLLM's loader does not write is new memory here, and so differs but by chance. Loading
 names such layers by itself (vllm_weights.reload).
@@ -30,7 +31,7 @@ from hocket.server.vllm_weights import (
     reload,
 )
 
-ROWS = 256  # of an identity matrix, multiplied at once
+ROWS = 256  # rows of an identity matrix that are multiplied at once
 
 
 @comparison("bitwise")
@@ -83,7 +84,7 @@ def _compare_model(worker: Any, weights: NamedTensors) -> list[str]:
             patch.object(utils, "dispatch_cpu_unquantized_gemm", compared.compare_packed)
         )
         incomplete = reload(worker, weights)
-    different = [*in_place, *compared.different, *incomplete]
+    different = list(in_place) + compared.different + list(incomplete)
     # vLLM's reload does not pack a tied head anew: it is compared as it is.
     for name, head in packed_heads(worker):
         if not _computes_with(head.cpu_linear, head.weight):
@@ -92,7 +93,8 @@ def _compare_model(worker: Any, weights: NamedTensors) -> list[str]:
 
 
 class _LayerComparison:
-    """Stands where vLLM's reload changes a layer; collects the names of tensors that differ."""
+    """Replaces the functions by which vLLM's reload changes a layer; collects the names of tensors
+    that differ."""
 
     def __init__(self, worker: Any) -> None:
         from vllm.model_executor.layers import utils
@@ -129,8 +131,10 @@ class _LayerComparison:
 
 
 def _loaded_in_place(worker: Any) -> dict[str, Any]:
-    """Find the parameters that vLLM's reload overwrites, not replaces; a buffer may come from no
-    file."""
+    """Find the parameters that vLLM's reload overwrites in place.
+
+    Buffers are left out, as they may come from no file.
+    """
     from vllm.model_executor.model_loader.reload import meta
 
     parameters = {}
@@ -143,8 +147,7 @@ def _loaded_in_place(worker: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Blank tensors for a load; then add the names of those that differ, and put back their
-    values."""
+    """Blank tensors for a load. Then add the names of those that differ, and restore all values."""
     import torch
 
     before = {}
@@ -163,8 +166,10 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
-    """Check whether a packed matrix is this one: products with 1 are exact, but for subnormal
-    numbers."""
+    """Check whether a packed matrix is this one.
+
+    It is multiplied by the identity: products with 1 are exact, but for subnormal numbers.
+    """
     import torch
 
     num_columns = weight.shape[1]

@@ -1,4 +1,4 @@
-"""Tell from log-probs whether tokens were drawn from the policy's distribution p."""
+"""Measure in training whether tokens were drawn from the policy's distribution p."""
 
 import math
 from collections.abc import Sequence
@@ -21,8 +21,7 @@ def draws(config: Config) -> TokenStatistics | None:
 
 
 class Draws(TokenStatistics):
-    """Sums over a batch that `sampling.farthest` compares with what independent draws from p
-    give."""
+    """Sums over a batch, which `sampling.farthest` compares with those of independent draws."""
 
     def of_tokens(
         self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor
@@ -35,11 +34,11 @@ class Draws(TokenStatistics):
     def sums(
         self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
     ) -> dict[str, Tensor]:
-        """Sum −log p − entropy and Var(log p) over unbiased samples, and add what `certain_odds`
-        lacks.
+        """Sum −log p − entropy and Var(log p) over unbiased samples, and the log of the odds of
+        greedy answers that `sampling.certain_odds` can't see.
 
-        That is Σ log(1 + 1/7 / p) over sequences whose tokens are the likeliest, which not each p
-        above 1/2 tells.
+        Those are Σ log(1 + 1/7 / p) over the sequences whose every token is the likeliest, where
+        not each p is above 1/2.
         """
         variance_bt, highest_bt = of_tokens
         greedy_bt = (-logprobs_bt).where(logprobs_bt >= highest_bt, -torch.inf)

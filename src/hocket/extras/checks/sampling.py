@@ -1,10 +1,11 @@
-"""Check the rollouts of a step before anything is learnt from them: log-probs, draws, and what an
-answer claims.
+"""Check the rollouts of a step before anything is learnt from them.
 
-For tokens drawn from p, the sum D of −log p(token) − H(p) has mean 0 and the variance V = Σ Var(log
-p), whatever came before each token. A colder draw has D < 0, and −D / V is about the share by which
-its temperature is lower. Training measures both on its way, of what it trains on; of all prompts, a
-lot is compared.
+Their log-probs are compared with the trainer's, and the text of an answer with its tokens. Over many
+steps, statistics show whether tokens are drawn from the policy: for tokens drawn from p, the sum D of
+−log p(token) − H(p) has mean 0 and the variance V = Σ Var(log p), whatever came before each token.
+A colder draw has D < 0, and −D / V is about the share by which its temperature is lower. Training
+measures D and V of what it trains on, without another pass. A random part of the prompts is measured
+before the step.
 """
 
 import dataclasses
@@ -34,53 +35,52 @@ MetricsHistory = Sequence[Mapping[str, float | None]]
 """Metrics of the steps so far."""
 # An alarm of one of these may mean that a server has wrong weights.
 SUSPICIOUS = ON_POLICY | {"train/importance_mean", "train/ess", "staleness/over_bound"}
-PROOF_PROMPTS = 16
-SUMMED = (*DRAWN, "sampling/equal", "sampling/equal_expected")
+NUM_PROMPTS = 16  # prompts of the verification of servers
+SUMMED = (*DRAWN, "sampling/equal", "sampling/equal_expected")  # metrics that are sums
 RARE = 10.0  # nats by which one token may surprise: p = 5e-5
 ENTROPY = 3.0  # nats by which one may surprise less than expected
 TINY = 1e-30  # a variance of 0, as a divisor
-LONGEST = 1024  # steps
+LONGEST = 1024  # steps that the statistics look back
 
 
 @dataclasses.dataclass
 class SamplingCheck(RunPart):
     """Compare rollouts with the trainer; those of stale weights are left out."""
 
-    proof: Verification
+    verification: Verification
     temperature: float  # of training's samples
     eval_temperature: float
     share: float  # of prompts that are compared before the step
     group_size: int
     history: MetricsHistory
     fair: bool = True  # whether a sample is unbiased depends on no answer
-    claim: Callable[[TokenSequence], str] = lambda sequence: (
-        ""
-    )  # what is wrong in what a server says of its tokens
-    _max_gap: float = math.inf  # of the rollouts that it took last
-    _lot: Metrics = dataclasses.field(
-        default_factory=dict
-    )  # counts in place of what training finds
-    _certain: float = 0.0  # odds of greedy answers, without those that training finds
+    # Returns the contradiction between an answer's text and its tokens; "": none.
+    claim: Callable[[TokenSequence], str] = lambda sequence: ""
+    _max_gap: float = math.inf  # the bound of the rollouts that came last
+    # Sums over the prompts that were drawn, which replace those that training measures; {}: none.
+    _drawn: Metrics = dataclasses.field(default_factory=dict)
+    _certain: float = 0.0  # log odds of greedy answers, without those that training measures
 
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
-        """Return sampling/* of each prompt's rollouts, before a step that `trains` on some.
+        """Check each prompt's rollouts before a step, and return sampling/*.
 
-        None: of an evaluation, whose rollouts are all compared. Raise SyncError, or warn, where
-        they fail.
+        `trains`: the step trains on some of them; None: they are an evaluation's, and all are
+        compared. Raise SyncError, or warn, where they fail.
         """
         if trains is None:
             return await self._evaluated(groups)
         return await self._checked(groups, trains)
 
     def max_gap(self) -> float:
-        """Return what rounding explains; inf where a rollout is stale."""
+        """Return the highest |Δ log-prob| that rounding explains; inf if a rollout is stale."""
         return self._max_gap
 
     async def _evaluated(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
-        """Check an evaluation's rollouts whose log-probs are of training's temperature; of greedy
-        tokens they are of 1.
+        """Check an evaluation's rollouts, and return eval/*.
 
-        Returns eval/* metrics. Greedy tokens are no draw: they have no eval/z.
+        The trainer computes log-probs at training's temperature: only rollouts whose log-probs the
+        server reports at the same one are compared. Those of greedy tokens are reported at 1, and
+        have no eval/z, as they are no draw.
         """
         greedy: Metrics = {}
         drawn: Metrics = {}
@@ -99,88 +99,105 @@ class SamplingCheck(RunPart):
         return metrics
 
     async def _checked(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+        """Compare rollouts with the trainer; returns sampling/* and time/check."""
         metrics: Metrics = {}
         with timed(metrics, "time/check"):
-            newest = self.proof.publisher.versions.current
+            newest = self.verification.publisher.versions.current
             answers = sampled(groups)
-            said = max((one.version_max for one in answers), default=newest)
-            if said > newest:
-                self.proof.fail(
-                    f"a server says that version {said} sampled a rollout, but {newest} is the newest"
+            highest = max((answer.version_max for answer in answers), default=newest)
+            if highest > newest:
+                self.verification.fail(
+                    f"a server says that version {highest} sampled a rollout, but {newest} is the "
+                    "newest"
                 )
-            bound = max(
-                (self.proof.bound(member.dtype) for member in self.proof.publisher.pool.up),
-                default=math.inf,
-            )
-            fresh = all(one.version_min == newest for one in answers)
-            claimed = compared = answers
-            if trains is not None:
-                lot = random.Random(groups[0][0].id if groups else "")
-                claimed = lot.sample(answers, min(len(groups), len(answers)))
-                # Rounded at random, to `share` on average, where training compares others; else up.
-                less = lot.random() if trains and fresh and self.fair else 0.0
-                compared = sampled(lot.sample(groups, math.ceil(self.share * len(groups) - less)))
-            if wrong := next(filter(None, map(self.claim, claimed)), ""):
-                self.proof.fail(
-                    f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it"
+            members = self.verification.publisher.pool.up
+            bounds = [self.verification.bound(member.dtype) for member in members]
+            bound = max(bounds, default=math.inf)
+            fresh = all(answer.version_min == newest for answer in answers)
+            claimed, compared = self._chosen(groups, answers, trains, fresh)
+            contradiction = next(filter(None, map(self.claim, claimed)), "")
+            if contradiction:
+                self.verification.fail(
+                    f"a server's answer contradicts its tokens: {contradiction}. Nothing was "
+                    "trained on it"
                 )
             metrics |= await run_in_thread(equal_pairs, groups)
             self._certain = await run_in_thread(certain_odds, answers)
             self._max_gap = bound if fresh else math.inf
-            samples = as_samples(one for one in compared if one.version_min == newest)
+            samples = as_samples(answer for answer in compared if answer.version_min == newest)
             drawn: Metrics = {}
             if samples:
-                gap, drawn = await run_in_thread(self.proof.trainer.compare, samples)
+                gap, drawn = await run_in_thread(self.verification.trainer.compare, samples)
                 metrics["sampling/logprob_gap"] = gap
                 if not gap <= bound:
-                    self.proof.fail(differ(gap, bound))
-            self._lot = {} if fresh and self.fair else dict.fromkeys(DRAWN, 0.0) | drawn
+                    self.verification.fail(differ(gap, bound))
+            self._drawn = {} if fresh and self.fair else dict.fromkeys(DRAWN, 0.0) | drawn
             if trains is None:
                 metrics |= drawn | farthest([metrics | drawn], self.group_size)
         return metrics
 
+    def _chosen(
+        self,
+        groups: Sequence[Sequence[Rollout]],
+        answers: Sequence[TokenSequence],
+        trains: bool | None,
+        fresh: bool,
+    ) -> tuple[Sequence[TokenSequence], Sequence[TokenSequence]]:
+        """Draw the answers whose text is checked, and those whose log-probs are compared.
+
+        An evaluation's are all checked. The draw depends on the first prompt alone.
+        """
+        if trains is None:
+            return answers, answers
+        rng = random.Random(groups[0][0].id if groups else "")
+        claimed = rng.sample(answers, min(len(groups), len(answers)))
+        # Rounded at random, to `share` on average, where training compares the others; else up.
+        less = rng.random() if trains and fresh and self.fair else 0.0
+        count = math.ceil(self.share * len(groups) - less)
+        return claimed, sampled(rng.sample(groups, count))
+
     async def published(self, members: Sequence[Member], came: bool) -> Metrics:
-        return await self.proof.published(members, came)
+        return await self.verification.published(members, came)
 
     def trained(self, metrics: Metrics) -> Metrics:
-        """Return, after a step, how far draws are from what is expected."""
-        metrics = metrics | self._lot
+        """Add to a step's metrics the deviation of the draws, over this step and those before."""
+        metrics = metrics | self._drawn
         metrics["sampling/greedy"] = metrics.get("sampling/greedy", 0.0) + self._certain
-        return metrics | farthest([*self.history[1 - LONGEST :], metrics], self.group_size)
+        rows = [*self.history[1 - LONGEST :], metrics]
+        return metrics | farthest(rows, self.group_size)
 
 
 @run_part("checks")
 def checks(run: Joined) -> RunPart:
-    """Make the proof and, unless sync.check_share is 0, the check of rollouts, which hands over to
-    the proof."""
+    """Make the verification of servers and, unless sync.check_share is 0, the check of rollouts."""
     config = run.config
-    proof = Verification(
+    verification = Verification(
         publisher=run.publisher,
-        prompts=run.prompts[:PROOF_PROMPTS],
+        prompts=run.prompts[:NUM_PROMPTS],
         trainer=run.trainer,
         rollout=config.rollout,
         sync=config.sync,
         alarmed=lambda: not SUSPICIOUS.isdisjoint(run.console.alarmed),
     )
     if not config.sync.check_share or config.pipeline.replay is not None:
-        return proof
-    # An answer's tokens have a say in whether it is trained, or in the rewards of those before it.
+        return verification
+    # Where an answer's tokens decide whether it is trained, or enter the rewards of the others of
+    # its group, the samples that are trained are biased.
     sources = config.sources.values()
     names = itertools.chain.from_iterable(source.rewards.functions for source in sources)
     of_group = any(REWARDS.get(name).of_group for name in names)
     temperature = config.rollout.temperature
+    eval_temperature = config.eval.temperature
     check = SamplingCheck(
-        proof,
+        verification,
         temperature=temperature,
-        eval_temperature=temperature
-        if config.eval.temperature is None
-        else config.eval.temperature,
+        eval_temperature=temperature if eval_temperature is None else eval_temperature,
         share=config.sync.check_share,
         group_size=config.rollout.group_size,
         history=run.folder.history,
         fair=not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group),
     )
-    # Turns of other environments end in other ways, too.
+    # In other environments turns end in other ways, too.
     if all(source.env.name == "single_turn" for source in sources):
         ends = tokenizers.end_ids(config.model.path, run.trainer.tokenizer)
         decode = run.trainer.tokenizer.decode
@@ -190,13 +207,10 @@ def checks(run: Joined) -> RunPart:
 
 def sampled(groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
     """Return the sequences with sampled tokens."""
-    return [
-        one
-        for rollouts in groups
-        for rollout in rollouts
-        for one in rollout.sequences
-        if any(one.mask[1:])
-    ]
+    sequences: list[TokenSequence] = []
+    for rollout in itertools.chain.from_iterable(groups):
+        sequences += [sequence for sequence in rollout.sequences if any(sequence.mask[1:])]
+    return sequences
 
 
 def contradiction(
@@ -206,24 +220,23 @@ def contradiction(
     ends: Collection[int],
     stop: Sequence[str],
 ) -> str:
-    """Say where an answer of one turn contradicts its tokens; "" if nowhere.
+    """Describe where the text of an answer of a single turn contradicts its tokens; "" if nowhere.
 
-    `ends` are the ids of the tokens that end an answer, `stop` strings that do: the engine's text
-    ends before them.
+    `ends` are the ids of the tokens that end an answer, and `stop` the strings that do: the
+    engine's text ends before them.
     """
     start = len(sequence.mask) - sequence.mask[::-1].index(False)
-    token_ids = list(sequence.token_ids[start:])  # after an environment's, if there are such
+    token_ids = list(sequence.token_ids[start:])  # behind an environment's, if there are some
     stopped = sequence.finish_reason == "stop"
     ended = stopped and token_ids[-1] in ends
-    decoded = turn_text(
-        decode, sequence.token_ids[:start], 0, token_ids[:-1] if ended else token_ids
-    )
+    shown_ids = token_ids[:-1] if ended else token_ids
+    decoded = turn_text(decode, sequence.token_ids[:start], 0, shown_ids)
     by_string = stopped and not ended
-    # A stop string may have special tokens, which the text does not.
-    if by_string and not any(
-        string in written for string in stop for written in (decoded, decode(token_ids))
-    ):
-        return f"it stopped by itself, but its last token, {token_ids[-1]}, ends no answer"
+    if by_string:
+        # A stop string may have special tokens, which only the second text shows.
+        with_special = decode(token_ids)
+        if not any(string in decoded or string in with_special for string in stop):
+            return f"it stopped by itself, but its last token, {token_ids[-1]}, ends no answer"
     text = sequence.text
     if any(sequence.mask[:start]):  # an environment closed a thought within the answer
         text = "" if by_string else text[len(text) - min(len(decoded), len(text)) :]
@@ -233,63 +246,79 @@ def contradiction(
 
 
 def equal_pairs(groups: Sequence[Sequence[Rollout]]) -> Metrics:
-    """Return how many pairs of a prompt's rollouts have equal tokens, and an unbiased estimate of
-    their number.
+    """Count the pairs of a prompt's rollouts with equal tokens, and estimate their number without
+    bias.
 
-    Two draws are equal with the probability Σ p², the mean of p over rollouts; less often where an
-    environment answers.
+    Two draws are equal with the probability Σ p², which is the mean of p over rollouts; less often
+    where an environment answers.
     """
-    equal, expected = 0, 0.0
+    equal = 0
+    expected = 0.0
     for rollouts in groups:
-        tokens = Counter(
-            tuple((bytes(array("I", one.token_ids)), one.images) for one in rollout.sequences)
-            for rollout in rollouts
-        )
-        equal += sum(count * (count - 1) // 2 for count in tokens.values())
-        sums = [
-            math.fsum(value for one in rollout.sequences for value in one.logprobs)
-            for rollout in rollouts
-        ]
-        expected += (len(rollouts) - 1) / 2 * math.fsum(map(math.exp, sums))
+        counts = Counter(map(_tokens_of, rollouts))
+        equal += sum(count * (count - 1) // 2 for count in counts.values())
+        probabilities = [math.exp(_logprob_of(rollout)) for rollout in rollouts]
+        expected += (len(rollouts) - 1) / 2 * math.fsum(probabilities)
     return {"sampling/equal": float(equal), "sampling/equal_expected": expected}
 
 
-def certain_odds(answers: Sequence[TokenSequence]) -> float:
-    """Return the log of how much likelier these answers are if an eighth of them is greedy, or a
-    number below it.
-
-    Σ log(7/8 + 1/8 · g); g is 1 / p(answer) where it is greedy, else 0, and its mean is 1. A token
-    of more than 1/2 is the likeliest; of other answers the trainer adds what it finds.
-    """
-    greedy = [-math.fsum(one.logprobs) for one in answers if min(one.logprobs) > math.log(0.5)]
-    return len(answers) * math.log(7 / 8) + float(
-        np.logaddexp(0.0, np.array(greedy) - math.log(7)).sum()
+def _tokens_of(rollout: Rollout) -> tuple[object, ...]:
+    """Return the tokens and images of a rollout, as a key."""
+    return tuple(
+        (bytes(array("I", sequence.token_ids)), sequence.images) for sequence in rollout.sequences
     )
 
 
-def farthest(rows: MetricsHistory, group_size: int) -> Metrics:
-    """Return how far draws are from what is expected, in standard errors, in that part of the run
-    where most.
+def _logprob_of(rollout: Rollout) -> float:
+    """Sum the log-probs of a rollout's tokens."""
+    sequences = rollout.sequences
+    return math.fsum(itertools.chain.from_iterable(sequence.logprobs for sequence in sequences))
 
-    Parts are the last 1, 2, 4, ... steps: what begins late is not hidden by what came before. The
-    errors are those of Bernstein's inequality, as one rare token, or one completion that all others
-    equal, may be most of a sum.
+
+def certain_odds(answers: Sequence[TokenSequence]) -> float:
+    """Compute a lower bound of the log odds that an eighth of these answers is greedy.
+
+    The odds are Σ log(7/8 + 1/8 · g), where g is 1 / p(answer) of a greedy answer, else 0; its mean
+    is 1. Here only answers count as greedy whose tokens all have p > 1/2, and so are the likeliest.
+    The trainer adds the other greedy ones (draws.py).
     """
-    found = {
+    greedy = [
+        -math.fsum(answer.logprobs) for answer in answers if min(answer.logprobs) > math.log(0.5)
+    ]
+    gains = np.logaddexp(0.0, np.array(greedy) - math.log(7))
+    return len(answers) * math.log(7 / 8) + float(gains.sum())
+
+
+def farthest(rows: MetricsHistory, group_size: int) -> Metrics:
+    """Compute the largest deviation of the draws, in standard errors, over several last parts of a
+    run.
+
+    The parts are the last 1, 2, 4, ... steps: what begins late is not hidden by what came before.
+    The errors are those of Bernstein's inequality, as a single rare token, or a single completion
+    that all others equal, may be most of a sum.
+    """
+    most = {
         "sampling/z": 0.0,
         "sampling/colder": 0.0,
         "sampling/greedy_odds": 0.0,
         "sampling/equal_z": 0.0,
     }
-    values = [[row.get(name) or 0.0 for name in SUMMED] for row in reversed(rows)]
-    sums = np.cumsum(values, axis=0)[[2**power - 1 for power in range(len(rows).bit_length())]]
+    values = np.array([_summed(row) for row in reversed(rows)])
+    last_rows = [2**power - 1 for power in range(len(rows).bit_length())]
+    sums = np.cumsum(values, axis=0)[last_rows]
     for surprise, variance, greedy, equal, expected in sums.tolist():
         jump = RARE if surprise > 0 else ENTROPY
         z = surprise / math.sqrt(max(variance + abs(surprise) * jump / 3, TINY))
-        if abs(z) > abs(found["sampling/z"]):
-            found |= {"sampling/z": z, "sampling/colder": -surprise / variance if variance else 0.0}
+        if abs(z) > abs(most["sampling/z"]):
+            most["sampling/z"] = z
+            most["sampling/colder"] = -surprise / variance if variance else 0.0
         excess = max(0.0, equal - expected)
         equal_z = excess / math.sqrt(max(group_size * (expected / 2 + excess / 3), TINY))
-        found["sampling/equal_z"] = max(found["sampling/equal_z"], equal_z)
-        found["sampling/greedy_odds"] = max(found["sampling/greedy_odds"], greedy)
-    return found
+        most["sampling/equal_z"] = max(most["sampling/equal_z"], equal_z)
+        most["sampling/greedy_odds"] = max(most["sampling/greedy_odds"], greedy)
+    return most
+
+
+def _summed(row: Mapping[str, float | None]) -> list[float]:
+    """Return the sums among a step's metrics; 0 where it has none."""
+    return [row.get(name) or 0.0 for name in SUMMED]

@@ -1,5 +1,7 @@
-"""Write the files that run a config on SLURM, Ray or Kubernetes, the user's from then on, and
-submit them."""
+"""Write the files that run a config on SLURM, Ray or Kubernetes, and submit them.
+
+From then on the files are the user's: those that have been edited are not written again.
+"""
 
 import functools
 import json
@@ -29,34 +31,37 @@ HEAD = "# The settings of this run, read by all of its processes; yours to edit.
 
 
 class Layout(NamedTuple):
-    """Nodes of a run, each with servers or ranks, unless one holds all."""
+    """The nodes of a run. Each has servers or ranks, unless a single node holds all."""
 
     servers: int
     gpus_per_server: int  # 0 without GPUs
-    ranks: int  # of one GPU each
-    servers_per_node: int  # at most
+    ranks: int  # with a GPU each
+    servers_per_node: int  # the most
     server_nodes: int
-    ranks_per_node: int  # on each
+    ranks_per_node: int
     rank_nodes: int
-    num_nodes: int  # in all
+    num_nodes: int
 
     def __str__(self) -> str:
         servers = f"{_count(self.servers, 'server')} of {_count(self.gpus_per_server, 'GPU')}"
         ranks = _count(self.ranks, "rank")
         if self.num_nodes == 1:
             return f"{servers} and {ranks} on one node"
-        return f"{servers} on {_count(self.server_nodes, 'node')}, {ranks} on {_count(self.rank_nodes, 'node')}"
+        server_nodes = _count(self.server_nodes, "node")
+        rank_nodes = _count(self.rank_nodes, "node")
+        return f"{servers} on {server_nodes}, {ranks} on {rank_nodes}"
 
 
 def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) -> Layout:
-    """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError where it can't
-    be."""
+    """Divide a run among nodes of `gpus_per_node` GPUs; 0: a single node without GPUs.
+
+    Raise ConfigError where a server, or an equal share of the ranks, fits on no node.
+    """
     if gpus_per_node < 0:
         raise ConfigError(f"--gpus-per-node={gpus_per_node} must be 1 or more, or 0 for CPUs only")
     if gpus_per_node == 0 or servers * gpus_per_server + ranks <= gpus_per_node:
-        return Layout(
-            servers, gpus_per_server if gpus_per_node else 0, ranks, servers, 1, ranks, 1, 1
-        )
+        gpus = gpus_per_server if gpus_per_node else 0
+        return Layout(servers, gpus, ranks, servers, 1, ranks, 1, 1)
     per_node = gpus_per_node // gpus_per_server
     rank_nodes = -(-ranks // gpus_per_node)
     if per_node == 0:
@@ -84,38 +89,60 @@ def render(
     root: Path,
     python: str,
 ) -> tuple[Layout, Path, dict[str, str]]:
-    """Return the layout, the folder (`output`, or launch/ENGINE in the run folder) and its files,
-    by name.
+    """Render the files of a run; returns its layout, their folder, and their texts by name.
 
-    They run in `root`, hocket's checkout, with the interpreter `python`. Raise ConfigError where no
-    engine can do it.
+    The folder is `output`, or launch/ENGINE in the run folder. The files run in `root`, hocket's
+    checkout, with the interpreter `python`. Raise ConfigError where no engine can run the config.
     """
-    given, _ = read_settings(settings)
-    size = given.launch
+    config, _ = read_settings(settings)
+    size = config.launch
     if size.servers is None or size.trainers is None:
         raise ConfigError(
-            "this machine's GPUs don't say how large the cluster is: set launch.servers and launch.trainers, and give "
-            f"--gpus-per-node if its nodes don't have {gpus_per_node}"
+            "this machine's GPUs don't say how large the cluster is: set launch.servers and "
+            f"launch.trainers, and give --gpus-per-node if its nodes don't have {gpus_per_node}"
         )
     if size.share_gpu:
         raise ConfigError(
             "launch.share_gpu is for one machine: leave it out, or leave --engine out"
         )
-    layout = lay_out(size.servers, given.server.tensor_parallel_size, size.trainers, gpus_per_node)
+    layout = lay_out(size.servers, config.server.tensor_parallel_size, size.trainers, gpus_per_node)
+    folder = root / (output or config.run_dir / "launch" / engine)
+    slug = re.sub("[^a-z0-9]+", "-", config.run_dir.name.lower()).strip("-")
+    name = "hocket-" + slug[:40].rstrip("-")  # as Kubernetes takes names
+
+    # The settings that the cluster adds to the user's.
     in_pods = engine == "kubernetes"
-    folder = root / (output or given.run_dir / "launch" / engine)
-    name = "hocket-" + re.sub("[^a-z0-9]+", "-", given.run_dir.name.lower()).strip("-")[:40].rstrip(
-        "-"
-    )
-    run_dir = Path("/hocket/runs", given.run_dir.name) if in_pods else root / given.run_dir
+    run_dir = Path("/hocket/runs", config.run_dir.name) if in_pods else root / config.run_dir
     added = [f"run.dir={run_dir}", "checkpoint.resume=true"]
     if engine != "slurm" or layout.num_nodes > 1:
-        place = f"{name}-servers:{given.server.port}" if in_pods else f"{folder}/servers.txt"
+        place = f"{name}-servers:{config.server.port}" if in_pods else f"{folder}/servers.txt"
         added += ["server.host=0.0.0.0", f"server.discover={place}"]
-    config, _ = read_settings([*settings, *added])  # refuses now what the job would refuse
+    config, _ = read_settings(list(settings) + added)  # refuses now what the job would refuse
     config.refuse_outside()
+
     values = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    values.get("server", {}).pop("token", None)  # the files make one
+    values.get("server", {}).pop("token", None)  # the files make another
+    variables = {
+        "layout": layout,
+        "config": config,
+        "folder": folder,
+        "name": name,
+        "python": python,
+        "root": root,
+        "run_dir": run_dir,
+        "gpus_per_node": gpus_per_node,
+    }
+    files = {"config.yaml": HEAD + to_yaml(values)}
+    templates = _templates()
+    for template in templates.list_templates():
+        if template.startswith(f"{engine}/"):
+            text = templates.get_template(template).render(variables)
+            files[Path(template).stem] = text
+    return layout, folder, files
+
+
+def _templates() -> jinja2.Environment:
+    """Load the templates; their filters `sh` and `text` quote for a shell and for YAML."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("hocket.extras.cluster"),
         undefined=jinja2.StrictUndefined,
@@ -123,25 +150,9 @@ def render(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters |= {
-        "sh": lambda value: shlex.quote(str(value)),
-        "text": lambda value: json.dumps(str(value)),
-    }
-    known = {
-        "layout": layout,
-        "config": config,
-        "folder": folder,
-        "name": name,
-        "python": python,
-        "root": root,
-        "gpus_per_node": gpus_per_node,
-    }
-    files = {"config.yaml": HEAD + to_yaml(values)}
-    for template in templates.list_templates(
-        filter_func=lambda template: template.startswith(f"{engine}/")
-    ):
-        files[Path(template).stem] = templates.get_template(template).render(known, run_dir=run_dir)
-    return layout, folder, files
+    templates.filters["sh"] = lambda value: shlex.quote(str(value))
+    templates.filters["text"] = lambda value: json.dumps(str(value))
+    return templates
 
 
 def launch(
@@ -153,7 +164,7 @@ def launch(
     submit: bool,
     dry_run: bool,
 ) -> None:
-    """Write a run's files, but those that the user has edited, and submit them or say how."""
+    """Write a run's files, except those that the user has edited, and submit them or print how."""
     if not Path("run.py").exists():
         raise ConfigError(
             "type this in hocket's checkout, which all nodes see: the job runs run.py there"
@@ -177,7 +188,8 @@ def launch(
     record.write_text(json.dumps(files), encoding="utf-8")
     if edited:
         print(
-            f"kept as you have edited it: {' '.join(edited)}; for a fresh one delete it, or name another --output"
+            f"kept as you have edited it: {' '.join(edited)}; for a fresh one delete it, or name "
+            "another --output"
         )
     token = folder / TOKEN_FILE
     if engine == "kubernetes" and not token.exists():

@@ -10,7 +10,7 @@ from hocket.rewards.base import reward
 from hocket.rewards.builtin import after_thought, last_block, list_of
 from hocket.types import Score
 
-MAX_SHOWN = 800  # characters of what a program wrote, of each stream
+MAX_SHOWN = 800  # characters of each stream of a program that a note shows
 
 
 def check(sandbox: str = "", **_: Any) -> None:
@@ -28,45 +28,51 @@ def code(
     partial: bool = False,
     sandbox: Literal["", "limits_only"] = "",
 ) -> Score:
-    given = list_of("tests", meta, tests)
-    for number, test in enumerate(given, 1):
-        _check(test, f"test {number} of {len(given)} in the column {tests!r}")
+    """Score the last program of a completion by the tests in the column `tests`.
+
+    It is 1 if all tests pass, else 0; with `partial`, the share that passes. `timeout_s` is for all
+    tests together.
+    """
+    all_tests = list_of("tests", meta, tests)
+    num_tests = len(all_tests)
+    for number, test in enumerate(all_tests, 1):
+        _check(test, f"test {number} of {num_tests} in the column {tests!r}")
     program = last_block(after_thought(completion, opening))
     counts = dict.fromkeys(("passed", "wrong", "failed", "late"), 0)
     if program is None:
         return Score(total=0.0, parts=counts, note="there is no program in a fenced block")
     note = ""
-    ends = time.monotonic() + timeout_s
-    for number, test in enumerate(given, 1):
-        verdict, wrote = _verdict(
-            f"{program}\n", test, max(ends - time.monotonic(), 0.0), bool(sandbox)
-        )
+    end = time.monotonic() + timeout_s
+    for number, test in enumerate(all_tests, 1):
+        remaining_s = max(end - time.monotonic(), 0.0)
+        verdict, wrote = _verdict(f"{program}\n", test, remaining_s, bool(sandbox))
         counts[verdict] += 1
         if verdict == "passed":
             continue
-        note = note or f"test {number} of {len(given)}: {verdict}\n{wrote}"
+        note = note or f"test {number} of {num_tests}: {verdict}\n{wrote}"
         if verdict == "late" or not partial:
             break
-    shares = {name: count / len(given) for name, count in counts.items()}
+    shares = {name: count / num_tests for name, count in counts.items()}
     return Score(total=shares["passed"] if partial else float(not note), parts=shares, note=note)
 
 
-def _check(test: Any, what: str) -> None:
+def _check(test: Any, name: str) -> None:
     """Raise ValueError for a test that would be passed by any program, or by none."""
     if isinstance(test, str):
         return
     if not isinstance(test, Mapping):
         raise ValueError(
-            f"{what} must be text or an object with input and output, got {test!r:.80}"
+            f"{name} must be text or an object with input and output, got {test!r:.80}"
         )
-    for name in ("input", "output"):
-        if not isinstance(test.get(name), str | int | float):
+    for key in ("input", "output"):
+        if not isinstance(test.get(key), str | int | float):
             raise ValueError(
-                f"{what}: its {name} must be text or a number, got {test.get(name)!r:.80}"
+                f"{name}: its {key} must be text or a number, got {test.get(key)!r:.80}"
             )
     if test.get("fn_name") or test.get("testtype", "stdin") != "stdin":
         raise ValueError(
-            f"{what} calls a function, but here input is what a program reads: write it as an assert"
+            f"{name} calls a function, but here input is what a program reads: write it as an "
+            "assert"
         )
 
 
@@ -76,9 +82,11 @@ def _verdict(program: str, test: Any, timeout_s: float, limits_only: bool) -> tu
         ran = run(program, str(test["input"]), timeout_s, limits_only=limits_only)
         passed = _lines(ran.stdout) == _lines(str(test["output"]))
     else:
-        end = secrets.token_hex(8)  # a program that ends well before its assert has not passed it
-        ran = run(f"{program}\n{test}\nprint({end!r})", "", timeout_s, limits_only=limits_only)
-        passed = _lines(ran.stdout)[-1:] == [end]
+        # A program that exits well before the assert must not pass: only the assert's end prints
+        # this mark, which no program can know.
+        mark = secrets.token_hex(8)
+        ran = run(f"{program}\n{test}\nprint({mark!r})", "", timeout_s, limits_only=limits_only)
+        passed = _lines(ran.stdout)[-1:] == [mark]
     verdict = {None: "late", 0: "passed" if passed else "wrong"}.get(ran.status, "failed")
     return verdict, f"stdout: {ran.stdout[-MAX_SHOWN:]}\nstderr: {ran.stderr[-MAX_SHOWN:]}"
 

@@ -1,9 +1,9 @@
-"""Run a Python program that a model wrote, contained: without network, files or environment of this
-machine (Linux).
+"""Run a Python program that a model wrote without this machine's network, files and environment
+(Linux).
 
-In namespaces of the kernel it sees Python, the system's libraries and a folder in memory. Where
-they can't be made (in most containers), Landlock shows it the same files, and it writes none. A
-filter of system calls refuses the rest.
+In namespaces of the kernel the program sees Python, the system's libraries and a folder in memory.
+Where namespaces can't be made (in most containers), Landlock shows it the same files, and it can
+write none. A filter of system calls refuses the rest.
 """
 
 import errno
@@ -21,14 +21,14 @@ from typing import IO, NamedTuple
 from hocket.common.processes import contained
 from hocket.errors import ConfigError
 
-MAX_PROCESSES, MAX_MIB, MAX_DISK_MIB = 32, 1024, 64  # of a program with all that it starts
-MAX_OUTPUT = 1 << 20  # characters that are kept
-MAX_CODE = 100_000  # bytes: what Linux takes as one argument
+MAX_PROCESSES, MAX_MIB, MAX_DISK_MIB = 32, 1024, 64  # for a program with all that it starts
+MAX_OUTPUT = 1 << 20  # bytes of each stream that are kept
+MAX_CODE = 100_000  # bytes: about what Linux takes as a single argument
 KILL_TIMEOUT_S = 30
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _PYTHON = (os.path.realpath(sys.executable), "-I")
 _PATHS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
-_SEEN = list(filter(os.path.exists, [*_PATHS, os.path.realpath(sys.base_prefix)]))
+_SEEN = [path for path in (*_PATHS, os.path.realpath(sys.base_prefix)) if os.path.exists(path)]
 _ENTER = f"""
 set -e
 mount -t tmpfs -o size={MAX_DISK_MIB}m,mode=755 none .
@@ -51,7 +51,9 @@ _REFUSED = (
     "setns unshare add_key keyctl request_key memfd_create shmget shmat msgget msgsnd msgrcv semget semop mq_open "
     "socket io_uring_setup bpf perf_event_open userfaultfd ptrace process_vm_readv process_vm_writev pidfd_getfd"
 )
-_REFUSED_ALONE = (  # without namespaces: what reaches other processes, changes of files that Landlock lets pass
+# Refused where there are no namespaces: calls that reach other processes, and changes of files that
+# Landlock lets pass.
+_REFUSED_ALONE = (
     " kill tkill tgkill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpriority ioprio_set sched_setaffinity"
     " sched_setscheduler sched_setparam sched_setattr shmctl msgctl semctl mq_unlink openat2"
     " truncate chmod fchmod fchmodat utime utimes futimesat utimensat chown fchown lchown fchownat"
@@ -59,29 +61,24 @@ _REFUSED_ALONE = (  # without namespaces: what reaches other processes, changes 
 )
 # memfd_secret, fchmodat2, setxattrat, removexattrat, file_setattr: libseccomp may not know the names
 _LATER = (447, 452, 463, 466, 469)
-_REFUSED_IF = (  # call, number of an argument, its mask and value
+# Refused for a value of an argument: the call, the argument's number, its mask and the value.
+_REFUSED_IF = (
     ("clone", 0, 0x10000000, 0x10000000),  # a new user namespace
-    (
-        "mmap",
-        3,
-        0x21,
-        0x21,
-    ),  # shared, without a file: memory that stays where no process has it, and counts nowhere
-    ("socketpair", 1, 2, 2),  # datagrams: they go to any address
-    ("fcntl", 1, 0xFFFFFFFF, 8),  # F_SETOWN and its kin have other processes signalled
+    # Shared memory without a file stays where no process has it, and counts nowhere.
+    ("mmap", 3, 0x21, 0x21),
+    ("socketpair", 1, 2, 2),  # datagrams, which go to any address
+    # F_SETOWN and its kin have other processes signalled.
+    ("fcntl", 1, 0xFFFFFFFF, 8),
     ("fcntl", 1, 0xFFFFFFFF, 15),
     ("ioctl", 1, 0xFFFFFFFF, 0x8901),
     ("ioctl", 1, 0xFFFFFFFF, 0x8902),
     ("ioctl", 1, 0xFFFFFFFF, 0x40086602),  # FS_IOC_SETFLAGS
     ("ioctl", 1, 0xFFFFFFFF, 0x401C5820),  # FS_IOC_FSSETXATTR
-    (
-        "open",
-        1,
-        0o1003,
-        0o1000,
-    ),  # before Linux 6.2 Landlock lets who opens a file only to read empty it,
+    # Before Linux 6.2 Landlock does not keep a program from emptying a file that it opens to read,
+    # or neither to read nor to write.
+    ("open", 1, 0o1003, 0o1000),
     ("openat", 2, 0o1003, 0o1000),
-    ("open", 1, 3, 3),  # and who opens it neither to read nor to write
+    ("open", 1, 3, 3),
     ("openat", 2, 3, 3),
 )
 _FIX = (
@@ -92,7 +89,7 @@ _FIX = (
 
 
 class Ending(NamedTuple):
-    """How a program ended, and what it wrote."""
+    """The end of a program, and what it wrote."""
 
     status: int | None  # 0: well; 128 + the signal that ended it; None: too late
     stdout: str
@@ -102,8 +99,11 @@ class Ending(NamedTuple):
 def run(
     code: str, stdin: str = "", timeout_s: float = 10.0, *, limits_only: bool = False
 ) -> Ending:
-    """Run a program; when this returns, nothing of it is left. Raise ConfigError where it can't be
-    contained."""
+    """Run a program, and end all that it has started.
+
+    `limits_only`: contain it no further than is possible here. Raise ConfigError where it can't be
+    contained.
+    """
     source = code.replace("\0", "").encode("utf-8", "replace")
     if len(source) > MAX_CODE:
         return Ending(1, "", f"the program has more than {MAX_CODE:,} bytes")
@@ -112,28 +112,22 @@ def run(
         f"--as={MAX_MIB << 20}",
         f"--fsize={MAX_DISK_MIB << 18}",
     ]
-    command = [
-        *way(limits_only),
-        *limits,
-        "--nofile=256",
-        "--core=0",
-        *_PYTHON,
-        "-c",
-        source.decode(),
-    ]
+    limits += ["--nofile=256", "--core=0"]
+    command = way(limits_only) + limits + list(_PYTHON)
+    command += ["-c", source.decode()]
     status = None
     temporary = TemporaryDirectory(prefix="hocket-")
     with (
         temporary as folder,
-        TemporaryFile() as given,
+        TemporaryFile() as input_file,
         TemporaryFile() as out,
         TemporaryFile() as err,
     ):
-        given.write(stdin.encode("utf-8", "replace"))
-        given.seek(0)
+        input_file.write(stdin.encode("utf-8", "replace"))
+        input_file.seek(0)
         process = subprocess.Popen(
-            [*_first_in_line(), *contained(command, MAX_PROCESSES, MAX_MIB)],
-            stdin=given,
+            _with_priority() + list(contained(command, MAX_PROCESSES, MAX_MIB)),
+            stdin=input_file,
             stdout=out,
             stderr=err,
             env={"PATH": _PATH},
@@ -155,9 +149,11 @@ def _start_of(file: IO[bytes]) -> str:
 
 
 @functools.cache
-def _first_in_line() -> list[str]:
-    """Return the beginning of a command that runs before a thousand processes, where root may have
-    that."""
+def _with_priority() -> list[str]:
+    """Return the prefix of a command for real-time priority; [] where this process may not set it.
+
+    The process that kills a program must run, however many processes that has started.
+    """
     chrt = ["chrt", "--reset-on-fork", "--fifo", "1"]
     with suppress(FileNotFoundError):
         if subprocess.run([*chrt, "true"], capture_output=True, check=False).returncode == 0:
@@ -167,46 +163,48 @@ def _first_in_line() -> list[str]:
 
 @functools.cache
 def way(limits_only: bool = False) -> list[str]:
-    """Return the beginning of a command that contains a program, up to prlimit. Raise ConfigError
-    if there is none.
+    """Return the prefix of a command that contains a program, up to prlimit.
 
-    `limits_only`: only drop the rights that can be dropped.
+    `limits_only`: it only drops the rights that can be dropped. Raise ConfigError if none works
+    here.
     """
     unshare = ["unshare", "-Urmpnui", "--kill-child", "sh", "-c", _ENTER, "sandbox"]
     drop = ["setpriv", "--inh-caps=-all", "--no-new-privs"]
     users = [drop]
     if os.geteuid() == 0:
         unshare[1] = "-mpnui"
-        other = [*drop, "--reuid=65534", "--regid=65534", "--clear-groups"]
-        users = [
-            other,
-            [*drop, "--bounding-set=-all"],
-        ]  # where root alone can read Python, root without its rights
+        nobody = [*drop, "--reuid=65534", "--regid=65534", "--clear-groups"]
+        # Where root alone can read Python: root without its rights.
+        powerless_root = [*drop, "--bounding-set=-all"]
+        users = [nobody, powerless_root]
     if limits_only:
-        return _first(*([*user, "env", "-i", "prlimit"] for user in [*users, []]))
-    namespaces = [*unshare, *users[0], "--bounding-set=-all", *_confine(_REFUSED)]
+        users.append([])
+        return _first_that_works([[*user, "env", "-i", "prlimit"] for user in users])
+    namespaces = unshare + users[0] + ["--bounding-set=-all"] + _confine(_REFUSED)
+    ways = [[*namespaces, "prlimit", f"--nproc={4 * MAX_PROCESSES}"]]
     alone = _confine(_REFUSED + _REFUSED_ALONE, _SEEN)
-    first = [*namespaces, "prlimit", f"--nproc={4 * MAX_PROCESSES}"]
-    return _first(first, *([*user, *alone, "prlimit"] for user in users))
+    ways += [user + alone + ["prlimit"] for user in users]
+    return _first_that_works(ways)
 
 
-def _first(*ways: list[str]) -> list[str]:
+def _first_that_works(ways: Sequence[list[str]]) -> list[str]:
+    """Return the first prefix with which Python starts. Raise ConfigError if there is none."""
     problems = ""
     with TemporaryDirectory(prefix="hocket-") as folder:
-        for one in ways:
-            command = ["timeout", str(KILL_TIMEOUT_S), *one, *_PYTHON, "-c", ""]
+        for prefix in ways:
+            command = ["timeout", str(KILL_TIMEOUT_S), *prefix, *_PYTHON, "-c", ""]
             tried = subprocess.run(
                 command, env={"PATH": _PATH}, cwd=folder, capture_output=True, check=False
             )
             if tried.returncode == 0:
-                return one
+                return prefix
             problems += tried.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2] + "; "
     raise ConfigError(f"programs of the model can't be contained here: {problems}{_FIX}")
 
 
 def _confine(refused: str, seen: Sequence[str] = ()) -> list[str]:
-    """Return the command that refuses these system calls, and all files but the `seen`, to
-    another."""
+    """Return the prefix of a command that refuses it these system calls, and all files but the
+    `seen`."""
     try:
         import pyseccomp as seccomp
     except (ImportError, RuntimeError) as error:
@@ -215,13 +213,14 @@ def _confine(refused: str, seen: Sequence[str] = ()) -> list[str]:
         ) from error
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     no = seccomp.ERRNO(errno.EPERM)
-    for call in [*refused.split(), *_LATER]:
+    calls: list[str | int] = list(refused.split())
+    calls += _LATER
+    for call in calls:
         rules.add_rule(no, call)
     for call, argument, mask, value in _REFUSED_IF:
         rules.add_rule(no, call, seccomp.Arg(argument, seccomp.MASKED_EQ, mask, value))
-    rules.add_rule(
-        seccomp.ERRNO(errno.ENOSYS), "clone3"
-    )  # its flags can't be seen; libraries then take clone
+    # A filter can't see the flags of clone3; without it libraries take clone.
+    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
     rules.add_rule(no, "prlimit64", seccomp.Arg(0, seccomp.NE, 0))  # limits of another process
     with TemporaryFile() as file:
         rules.export_bpf(file)

@@ -1,4 +1,4 @@
-"""Load versions of which only what changed was published (sync.backend=delta)."""
+"""Load versions that were published as their changes alone (sync.backend=delta)."""
 
 import secrets
 import shutil
@@ -36,7 +36,7 @@ def install(server: Server) -> None:
 
 
 class DeltaSource(protocol.Strict):
-    """A folder under the server's root with what has changed since an earlier version."""
+    """A folder under the server's root with the changes since an earlier version."""
 
     kind: Literal["delta"]
     name: str = Field(min_length=1, max_length=512)
@@ -47,19 +47,19 @@ class PatchedCopy:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._folder = Path(
-            tempfile.gettempdir(), versions.temporary_prefix() + secrets.token_hex(8)
-        )
+        name = versions.temporary_prefix() + secrets.token_hex(8)
+        self._folder = Path(tempfile.gettempdir(), name)
         self._checksum = ""  # of the version that the folder holds; "": none
         self._lock = threading.RLock()  # a call may still be running after its caller has given up
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def patched(self, folder: Path, described: protocol.Manifest, held: Held | None) -> Path:
-        """Return a folder with all tensors of a version. Raises ApiError, also where its base is
-        not held."""
-        from hocket.extras.delta import (
-            codec as delta,
-        )  # with torch, which the server imports in parallel to its engine
+        """Return a folder with all tensors of a version.
+
+        Raise ApiError, also if the version that the delta changes is not here.
+        """
+        # It imports torch, which the server imports while its engine starts.
+        from hocket.extras.delta import codec as delta
 
         with self._lock:
             try:
@@ -73,7 +73,7 @@ class PatchedCopy:
             except ApiError:
                 self.discard()
                 raise
-            # A full disk, a delta of nonsense: the version in full needs no copy.
+            # A full disk, or a damaged delta. A version in full needs no copy, and mends it.
             except Exception as error:
                 self.discard()
                 raise versions.refused(

@@ -1,4 +1,4 @@
-"""Write versions as what has changed since the one before (sync.backend=delta)."""
+"""Write versions as their changes since the version before (sync.backend=delta)."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,26 +15,26 @@ from hocket.sync.versions import Versions, WrittenVersion
 
 @transport("delta")
 def by_delta(sending: Sending, *, full_every: Annotated[int, Field(ge=1)] = 50) -> Transport:
-    """Send what has changed; of `full_every` versions one is whole, and those that a server can't
-    patch are, too."""
+    """Send the changes of a version. Each `full_every`-th version is sent in full, as is each that
+    a server can't patch."""
     return sending.disk(write=DeltaWriter(sending.versions, full_every).write)
 
 
 class DeltaWriter:
-    """Keep the last version's tensors on the CPU, to write what changes."""
+    """Writes changes; keeps the last version's tensors on the CPU to compare with."""
 
     def __init__(self, versions: Versions, full_every: int = 50) -> None:
         self._versions = versions
         self._full_every = full_every
-        self._base: WrittenVersion | None = None  # of the next delta,
-        self._last: dict[str, torch.Tensor] = {}  # and its tensors
+        self._base: WrittenVersion | None = None  # the version that the next delta changes
+        self._last: dict[str, torch.Tensor] = {}  # its tensors
 
     def write(self, version: int) -> WrittenVersion:
-        """Write a delta, or all. Raises SyncError."""
+        """Write a version as a delta, or in full. Raise SyncError."""
         base = self._base
         if base is not None and base.version == version:
             return base
-        self._base = None  # a failure leaves tensors of both versions
+        self._base = None  # a failure from here on leaves tensors of both versions
         if base is None or version % self._full_every == 0:
             self._base = self._full(version)
         else:
@@ -44,7 +44,7 @@ class DeltaWriter:
     def _full(self, version: int) -> WrittenVersion:
         self._last = {}
         written = self._versions.full(version)
-        # Copies: what was read may still be the file.
+        # Copied, as a tensor that was read may still be mapped to the file.
         self._last = {name: tensor.clone() for name, tensor in manifest.tensors(written.folder)}
         return written
 

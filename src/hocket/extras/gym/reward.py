@@ -10,8 +10,7 @@ from hocket.rewards.builtin import after_thought, column
 
 @reward("gym", imports=("reasoning_gym",))
 def gym(completion: str, meta: Mapping[str, Any], opening: str = "", tag: str = "") -> float:
-    """Return the task's score, 0 to 1, of the answer after the thought, or of what stands in <tag>
-    there."""
+    """Score the answer after the thought, or with `tag` the text in <tag> there: 0 to 1."""
     row = column(meta, "gym")
     dataset = task_dataset(row["task"], row["options"])
     answer = after_thought(completion, opening).strip()

@@ -1,4 +1,4 @@
-"""Ask the user's own service for scores (docs/rewards.md)."""
+"""Request scores from the user's own service (docs/rewards.md)."""
 
 import asyncio
 import dataclasses
@@ -25,21 +25,21 @@ from hocket.types import Rollout, Score
 LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
 AGAIN = frozenset({408, 425, 429, 502, 503, 504})  # statuses of a service that is busy or away
 MAX_ANSWER_BYTES = 16 << 20  # 4,096 scores with their notes
-MAX_SHOWN = 200  # characters of an answer in an error
+MAX_SHOWN = 200  # characters of an answer that an error shows
 
 
 class RefusedError(RetryError):
-    """Says that a request was not served, and so is not billed."""
+    """A request was not served, and so is not billed."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Service:
-    """A service, which gets of the environment no more than the key that is named."""
+    """A client of a service. The service gets no more of the environment than the named key."""
 
     uses_proxies: ClassVar[bool] = True
-    again: ClassVar[Container[int]] = AGAIN
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of one request
-    key_env: str | None = None
+    again: ClassVar[Container[int]] = AGAIN  # statuses after which a request is sent again
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of each request
+    key_env: str | None = None  # the environment variable that holds the key; None: none is sent
 
     def __post_init__(self) -> None:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -47,7 +47,8 @@ class Service:
             key = os.environ.get(self.key_env)
             if not key:
                 raise ValueError(
-                    f"the environment variable {self.key_env} is not set: export the service's key in it"
+                    f"the environment variable {self.key_env} is not set: export the service's key "
+                    "in it"
                 )
             self._headers["Authorization"] = f"Bearer {secret(key, self.key_env)}"
 
@@ -62,15 +63,18 @@ class Service:
         await self._http.aclose()
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> str:
-        """Return what it answers. Raise RetryError without an answer, or for a status in
-        `again`."""
+        """Post a body as JSON, and return the answer's text.
+
+        Raise RetryError without an answer, or for a status in `again`, and ValueError for another
+        status than 200.
+        """
         content = json.dumps(body, default=str).encode()
         proxy = proxy_of(url) if self.uses_proxies else ""
-        through = proxy and f" through the proxy {proxy}"
-        advice = (
-            proxy
-            and f"; if the proxy does not reach that host, set NO_PROXY={urlsplit(url).hostname}"
-        )
+        through = advice = ""
+        if proxy:
+            through = f" through the proxy {proxy}"
+            host = urlsplit(url).hostname
+            advice = f"; if the proxy does not reach that host, set NO_PROXY={host}"
         try:
             async with (
                 asyncio.timeout(self.timeout_s),
@@ -88,16 +92,15 @@ class Service:
         if response.status_code in self.again:
             raise RefusedError(message, retry_after(response.headers))
         if response.has_redirect_location:
-            raise ValueError(
-                f"{message} No redirect is followed: name {response.headers['location']} in its place"
-            )
+            location = response.headers["location"]
+            raise ValueError(f"{message} No redirect is followed: name {location} in its place")
         if response.status_code != 200:
             raise ValueError(message)
         return text
 
 
 async def _body(response: httpx.Response) -> str:
-    """Return an answer's text. Raise NoScoreError where it is packed or too long."""
+    """Read an answer's text. Raise NoScoreError if it is compressed or too long."""
     if "Content-Encoding" in response.headers:  # a few bytes may become gigabytes
         raise NoScoreError(
             f"{response.url} packed its answer: it must heed the header Accept-Encoding: identity"
@@ -115,7 +118,7 @@ async def _body(response: httpx.Response) -> str:
 @reward("http", own_deadline=True)
 @dataclasses.dataclass(kw_only=True, eq=False)
 class HttpReward(Service):
-    """Have a service score the completions of a prompt; it may be asked twice for them."""
+    """Has a service score the completions of a prompt, which it may be sent more than once."""
 
     uses_proxies = False
     url: WebUrl
@@ -125,19 +128,20 @@ class HttpReward(Service):
     def __post_init__(self) -> None:
         super().__post_init__()
         host = urlsplit(self.url).hostname
-        if host not in {*LOCAL, *self.hosts}:
+        if host not in LOCAL and host not in self.hosts:
             raise ValueError(
-                f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]"
+                "url is on another host, which gets no samples unless it is named: set hosts: "
+                f"[{host}]"
             )
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[Any]:
         prompt = rollouts[0].prompt
         size = len(rollouts)
-        samples = [{"id": rollout.id, **arguments_as_json(rollout)} for rollout in rollouts]
+        samples = [{"id": rollout.id} | arguments_as_json(rollout) for rollout in rollouts]
         body: dict[str, list[Any]] = {"samples": samples}
         key = "scores"
         if self.format == "openrlhf":
-            queries = [prompt.text + one.text for one in rollouts]
+            queries = [prompt.text + rollout.text for rollout in rollouts]
             body = {
                 "query": queries,
                 "prompts": [prompt.text] * size,
@@ -146,7 +150,8 @@ class HttpReward(Service):
             key = "rewards"
         text = await self._post(self.url, body)
         try:
-            return [_score(one) for one, _ in zip(json.loads(text)[key], rollouts, strict=True)]
+            values = json.loads(text)[key]
+            return [_score(value) for value, _ in zip(values, rollouts, strict=True)]
         except (ValueError, LookupError, TypeError) as error:
             wanted = f'{{"{key}": a list of {size}}}'
             raise ValueError(
@@ -154,21 +159,22 @@ class HttpReward(Service):
             ) from error
 
 
-def _score(one: Any) -> Any:
-    """Return the score for an object with an error, or with total and parts; others as they are."""
-    if isinstance(one, dict) and ("error" in one or {"total", "parts"} <= one.keys()):
-        total = one.get("total", math.nan)
-        return Score(
-            total=total,
-            parts=one.get("parts", {}),
-            error=one.get("error"),
-            note=one.get("note") or "",
-        )
-    return one
+def _score(value: Any) -> Any:
+    """Make a Score of an object with an error, or with total and parts; others stay as they are."""
+    if not isinstance(value, dict):
+        return value
+    if "error" not in value and not {"total", "parts"} <= value.keys():
+        return value
+    return Score(
+        total=value.get("total", math.nan),
+        parts=value.get("parts", {}),
+        error=value.get("error"),
+        note=value.get("note") or "",
+    )
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a Retry-After header says as a number or a date."""
+    """Read the seconds of a Retry-After header, which has a number or a date; None without one."""
     value = headers.get("retry-after", "")
     try:
         if value.isdigit():

@@ -22,15 +22,14 @@ from hocket.server.main import bind, http_server, listen
 from hocket.server.middleware import Guard, unless_client_leaves
 from hocket.types import Rollout
 
-MAX_SAMPLES = 4096
+MAX_SAMPLES = 4096  # in a request
 WANTED = '{"samples": [{"prompt": text, "completion": text, ...}, ...]}, of one prompt'
 
 
 def serve(config: Config) -> None:
     """Serve until Ctrl-C or SIGTERM; async rewards are set up before the first request."""
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # uvicorn gives it back when it has shut down
+    # uvicorn handles signals itself, and restores this handler when it has shut down.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_plugins(config.plugins)
     rewards = config.sole_rewards
     with (
@@ -59,10 +58,10 @@ async def _serve(
                     f"{len(samples)} samples, more than the {MAX_SAMPLES} of one request"
                 )
             rollouts = [rollout_of(sample, str(number)) for number, sample in enumerate(samples)]
-            if any(one.prompt != rollouts[0].prompt for one in rollouts):
+            if any(rollout.prompt != rollouts[0].prompt for rollout in rollouts):
                 raise ValueError("the samples differ in prompt, messages, answer or meta")
             return await unless_client_leaves(request, _answer(scorer, rollouts))
-        except asyncio.CancelledError as error:  # by uvicorn, which ends; the client may ask again
+        except asyncio.CancelledError as error:  # by uvicorn, which ends; the client may try again
             raise HTTPException(503, "the service was stopped") from error
         except RewardError as error:
             raise HTTPException(500, str(error)) from error
@@ -78,8 +77,10 @@ async def _serve(
 
 
 async def _answer(scorer: RewardScorer, rollouts: Sequence[Rollout]) -> Response:
-    scores = await scorer.score_group(rollouts)
-    rows = [
-        dataclasses.asdict(one) | ({} if one.error is None else {"total": None}) for one in scores
-    ]
+    rows = []
+    for score in await scorer.score_group(rollouts):
+        row = dataclasses.asdict(score)
+        if score.error is not None:
+            row["total"] = None  # it is NaN, which JSON has not
+        rows.append(row)
     return JSONResponse({"scores": rows})

@@ -10,12 +10,14 @@ from typing import Any
 from hocket.config import leaves
 from hocket.observe.loggers import COLUMNS, Table, logger
 
-TAG = "hocket_run"  # by which a resumed run finds itself
-AT_ONCE = 100  # parameters that MLflow takes
+TAG = "hocket_run"  # the tag by which a resumed run is recognised
+AT_ONCE = 100  # the most parameters that MLflow takes in a request
 
 
 @logger("mlflow")
 class Mlflow:
+    """Writes to the run of an experiment that has this run's tag, and makes it if there is none."""
+
     package = "mlflow"
 
     def __init__(
@@ -30,16 +32,16 @@ class Mlflow:
         self._metric = Metric
         self._client: Any = MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
-        folder = f"file://{beside}/mlflow" if uri.startswith("sqlite:") else None
-        number = (
-            known.experiment_id if known else self._client.create_experiment(experiment, folder)
-        )
+        if known:
+            number = known.experiment_id
+        else:
+            folder = f"file://{beside}/mlflow" if uri.startswith("sqlite:") else None
+            number = self._client.create_experiment(experiment, folder)
         runs = self._client.search_runs([number], f"tags.{TAG} = '{run_id}'")
-        run = (
-            runs[0]
-            if runs
-            else self._client.create_run(number, tags={TAG: run_id}, run_name=run_dir.name)
-        )
+        if runs:
+            run = runs[0]
+        else:
+            run = self._client.create_run(number, tags={TAG: run_id}, run_name=run_dir.name)
         self._id = run.info.run_id
         params = [
             Param(key, str(value))
@@ -53,14 +55,16 @@ class Mlflow:
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        found = [
-            self._metric(re.sub(r"[^\w/ .:-]", "_", name), value, now, step)
-            for name, value in metrics.items()
-        ]
-        self._client.log_batch(self._id, metrics=found)
+        rows = []
+        for name, value in metrics.items():
+            allowed = re.sub(r"[^\w/ .:-]", "_", name)  # the characters that MLflow takes
+            rows.append(self._metric(allowed, value, now, step))
+        self._client.log_batch(self._id, metrics=rows)
 
     def table(self, step: int, name: str, rows: Table) -> None:
-        columns = {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS)}
+        columns = {}
+        for place, column in enumerate(COLUMNS):
+            columns[column] = [row[place] for row in rows]
         self._client.log_table(self._id, columns, f"{name}/step_{step:06d}.json")
 
     def summary(self, values: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Log to TensorBoard's files in the run folder."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from hocket.observe.loggers import COLUMNS, Table, logger
 
 @logger("tensorboard")
 class TensorBoard:
+    """Writes to the folder tensorboard of a run."""
+
     package = "tensorboard"
 
     def __init__(self, *, run_dir: Path, run_id: str, config: Mapping[str, Any]) -> None:
@@ -25,7 +27,7 @@ class TensorBoard:
         self._board: Any = None
 
     def _from(self, step: int) -> Any:
-        """Return the writer, which hides what a resumed run had of this step and later ones."""
+        """Return the writer, opened so that it hides a resumed run's rows from `step` on."""
         if self._board is None:
             self._board = self._make(log_dir=str(self._folder), purge_step=step)
             self._board.add_text("config", _verbatim(_yaml(self._config)), step)
@@ -38,7 +40,7 @@ class TensorBoard:
         board.flush()
 
     def table(self, step: int, name: str, rows: Table) -> None:
-        cells = ([_verbatim(str(cell)) for cell in row] for row in rows)
+        cells = map(_cells, rows)
         self._from(step).add_text(name, markdown_table(COLUMNS, cells), step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -50,11 +52,15 @@ class TensorBoard:
             self._board.close()
 
 
+def _cells(row: Sequence[Any]) -> list[str]:
+    return [_verbatim(str(cell)) for cell in row]
+
+
 def _yaml(values: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(values), sort_keys=False)
 
 
 def _verbatim(text: str) -> str:
-    """Return Markdown that shows a text as it is, and is no more than that: it may be hostile."""
+    """Return Markdown that shows a text as it is; a hostile text can add no markup."""
     escaped = html.escape(text).replace("|", "&#124;").replace("`", "&#96;")
     return f"<code>{escaped}</code>".replace("\n", "<br>")

@@ -1,5 +1,5 @@
-"""Log to Weights & Biases, or to Trackio, which keeps runs on this machine behind the same
-interface."""
+"""Log to Weights & Biases, or to Trackio, which has the same interface and keeps runs on this
+machine."""
 
 import os
 from collections.abc import Mapping
@@ -13,6 +13,8 @@ Mode = Literal["online", "offline"]
 
 @logger("wandb")
 class Wandb:
+    """Writes to the run of a project that has this run's id."""
+
     package = "wandb"
 
     def __init__(
@@ -27,9 +29,8 @@ class Wandb:
         import wandb
 
         mode = mode or os.environ.get("WANDB_MODE", "online")  # type: ignore[assignment]  # it checks its variable
-        if mode == "online" and not wandb.login(
-            prompt=False, verify=False
-        ):  # else it would ask in the terminal
+        # Without a key, and with `prompt`, it would wait for one in the terminal.
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ValueError(
                 "it knows no key: type `wandb login`, or set {name: wandb, mode: offline}"
             )
@@ -39,15 +40,15 @@ class Wandb:
         self._run: Any = wandb.init(
             dir=run_dir, project=project, mode=mode, config=dict(config), settings=quiet, **same
         )
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # its own counter never goes back, as a resumed run does
-        self.where = (
-            f"wandb sync {self._run.settings.sync_dir}" if self._run.offline else str(self._run.url)
-        )
+        # Its own counter of steps never goes back, as a resumed run does.
+        self._run.define_metric("*", step_metric="step")
+        if self._run.offline:
+            self.where = f"wandb sync {self._run.settings.sync_dir}"
+        else:
+            self.where = str(self._run.url)
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log({**metrics, "step": step})
+        self._run.log(dict(metrics) | {"step": step})
 
     def table(self, step: int, name: str, rows: Table) -> None:
         self.metrics(step, {name: self._table(list(COLUMNS), rows)})
@@ -61,6 +62,8 @@ class Wandb:
 
 @logger("trackio")
 class Trackio(Wandb):
+    """Writes to a run of Trackio."""
+
     package = "trackio"
 
     def __init__(

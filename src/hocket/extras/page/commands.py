@@ -20,24 +20,23 @@ from hocket.commands.command import command, option, run_of
         help="address of the page; any but loopback needs $HOCKET_TOKEN",
     ),
     option("--port", type=int, default=8090, help="default 8090, or another that is free"),
-    option(
-        "--socket", type=int, help=argparse.SUPPRESS
-    ),  # a launcher's, which has said where it listens
+    # A socket on which a launcher listens already; it has printed the page's address.
+    option("--socket", type=int, help=argparse.SUPPRESS),
 )
 def serve_page(args: argparse.Namespace) -> None:
+    """Serve the page of runs."""
     os.nice(10)  # a run comes first
-    given = args.socket and socket.socket(fileno=args.socket)
-    if given:
-        select.select(
-            [given], [], []
-        )  # while no browser looks, a run has the second and the memory of the import
+    sock = None
+    if args.socket:
+        sock = socket.socket(fileno=args.socket)
+        # Until a browser connects, a run keeps the second and the memory of the import.
+        select.select([sock], [], [])
     from hocket.extras.page.watch import watch
 
-    runs = [
-        run if (run / "logs").exists() else run_of(run) for run in args.RUN
-    ]  # a launch's begins later
+    # A folder with logs is a launch's, whose run may begin later.
+    runs = [run if (run / "logs").exists() else run_of(run) for run in args.RUN]
     token = config_module.Config().token
-    watch(runs, given or launch.listening(args.host, args.port, token), token)
+    watch(runs, sock or launch.listening(args.host, args.port, token), token)
 
 
 @command(
@@ -54,10 +53,12 @@ def serve_page(args: argparse.Namespace) -> None:
     ),
 )
 def report(args: argparse.Namespace) -> None:
+    """Write a report of runs to a file."""
     from hocket.extras.page import page
 
-    runs = [*map(run_of, args.RUN)]
-    output = args.output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html"))
+    runs = [run_of(run) for run in args.RUN]
+    default = runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html")
+    output = args.output or default
     page.write_report(runs, output)
     print(f"wrote {output}")
     if args.png:

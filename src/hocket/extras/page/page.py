@@ -1,7 +1,8 @@
-"""Build the page of runs: page.html, whose one script draws their data, in a report's file or from a server.
+"""Build the page of runs: page.html, whose script draws their data, in a report's file or from a
+server.
 
-Model output is hostile text. The JSON has no "<", the script makes only text nodes of it, and the page's policy allows
-only that script, by its hash, and no resource from outside.
+Model output is hostile text. The JSON has no "<", the script makes only text nodes of it, and the
+page's policy allows only that script, by its hash, and no resource from outside.
 """
 
 import base64
@@ -26,12 +27,12 @@ from hocket.observe.metrics import known_metrics
 from hocket.observe.rows import config_of, reading, spoken
 from hocket.observe.run_folder import report
 
-NUM_SAMPLES = 24  # steps of which a report has rollouts
-MAX_TOKENS = 20_000  # of them with tokens
-MAX_ROWS = 128  # of the newest step
+NUM_SAMPLES = 24  # the most steps whose rollouts a report has
+MAX_TOKENS = 20_000  # tokens of rollouts that a report has with their numbers
+MAX_ROWS = 128  # rollouts of a step
 MAX_CHARACTERS = 2000  # of a text
-LONG = ("messages", "dialogue", "others", "meta")  # of a row
-# Phases of time/step, in order; what is left of it is `other`.
+LONG = ("messages", "dialogue", "others", "meta")  # columns that a report leaves out
+# Phases of time/step, in order; the rest of it is `other`.
 PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER_S = 120.0
@@ -39,19 +40,23 @@ _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def policy(connect: str = "'none'") -> str:
+    """Return the content security policy; `connect`: where the script may send requests."""
     script = _TEMPLATE.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; connect-src {connect}"
-    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
 
 
 def html(data: Mapping[str, Any] | None, connect: str = "'none'") -> str:
-    """Return the page of some data; without, it asks its server for them."""
+    """Return the page of some data; without data, it requests them from its server."""
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return _TEMPLATE.replace("POLICY", policy(connect)).replace("PAGE_DATA", text)
 
 
 def data_of(runs: Sequence[RunReader]) -> dict[str, Any]:
+    """Return all that a page shows of runs at first."""
     return {
         "runs": [run.data() for run in runs],
         "differing": _differing([run.folder for run in runs]),
@@ -61,14 +66,14 @@ def data_of(runs: Sequence[RunReader]) -> dict[str, Any]:
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
-    """Write a file with all that runs have shown, over one another."""
+    """Write the page of runs, compared with each other, as a file with all of its data."""
     runs = [RunReader(folder) for folder in folders]
     with reading(", ".join(map(str, folders))):
         for run in runs:
             run.look()
         data = data_of(runs)
-        pairs = zip(runs, data["runs"], strict=True)
-        data["runs"] = [told | _embedded(run, told["rollouts"]["step"]) for run, told in pairs]
+        for run, values in zip(runs, data["runs"], strict=True):
+            values |= _embedded(run, values["rollouts"]["step"])
     write_atomically(path, html(data))
 
 
@@ -79,11 +84,15 @@ def write_own_report(folder: Path) -> None:
 
 
 def write_pictures(report: Path, folder: Path) -> None:
-    """Write the curves of a report as PNG, as Chromium draws them. Raise ConfigError where it can't."""
+    """Write the curves of a report as PNG files, as Chromium draws them.
+
+    Raise ConfigError without Chromium, or if it draws none.
+    """
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise ConfigError(
-            "--png needs Chromium: apt install chromium; or save curves by the PNG buttons of the report"
+            "--png needs Chromium: apt install chromium; or save curves by the PNG buttons of the "
+            "report"
         )
     with TemporaryDirectory() as profile:
         flags = ["--headless", "--disable-gpu", f"--user-data-dir={profile}"]
@@ -96,16 +105,19 @@ def write_pictures(report: Path, folder: Path) -> None:
         raise ConfigError(f"{browser} drew no curve of {report}: {done.stderr[-500:]}")
     folder.mkdir(parents=True, exist_ok=True)
     for data, title in pictures:
-        (folder / f"{re.sub('[^a-z]+', '_', title.lower())}.png").write_bytes(
-            base64.b64decode(data)
-        )
+        name = re.sub("[^a-z]+", "_", title.lower())
+        (folder / f"{name}.png").write_bytes(base64.b64decode(data))
 
 
 def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:
+    """Return the settings in which runs differ, each with its value in every run."""
     settings = [leaves(config_of(folder)) for folder in folders]
-    keys = dict.fromkeys(itertools.chain(*settings))
-    rows = [(key, [_as_yaml(of_run.get(key)) for of_run in settings]) for key in keys]
-    return [row for row in rows if len(set(row[1])) > 1]
+    rows = []
+    for key in dict.fromkeys(itertools.chain.from_iterable(settings)):
+        values = [_as_yaml(of_run.get(key)) for of_run in settings]
+        if len(set(values)) > 1:
+            rows.append((key, values))
+    return rows
 
 
 def _as_yaml(value: Any) -> str:
@@ -113,22 +125,29 @@ def _as_yaml(value: Any) -> str:
 
 
 def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
-    """Return rollouts for a page without a server: the newest step's, and evenly of earlier ones the most telling."""
+    """Return the rollouts of a page without a server.
+
+    They are the newest step's, and evenly of earlier steps those of the prompt whose rewards differ
+    most.
+    """
     rows: dict[str, list[dict[str, object]]] = {}
-    left = MAX_TOKENS
-    for step in steps[:: -max(1, math.ceil(len(steps) / NUM_SAMPLES))]:
+    num_tokens = 0
+    every = max(1, math.ceil(len(steps) / NUM_SAMPLES))
+    for step in steps[::-every]:
         name = f"step_{step:06d}"
-        found = run.rollouts(name)
-        telling = _most_telling(found)
-        left -= sum(row["num_tokens"] for row in found if row["group_id"] == telling)
-        chosen = run.rollouts(name, telling, tokens=left > 0)
+        of_step = run.rollouts(name)
+        group = _most_varied(of_step)
+        num_tokens += sum(row["num_tokens"] for row in of_step if row["group_id"] == group)
+        chosen = run.rollouts(name, group, tokens=num_tokens < MAX_TOKENS)
         if not rows:
-            chosen += [row for row in found if row["group_id"] != telling]
+            chosen += [row for row in of_step if row["group_id"] != group]
         rows[name] = [_short(row) for row in chosen[:MAX_ROWS]]
-    return {"rows": rows, "rollouts": {"step": sorted(int(name[5:]) for name in rows), "eval": []}}
+    numbers = sorted(int(name.removeprefix("step_")) for name in rows)
+    return {"rows": rows, "rollouts": {"step": numbers, "eval": []}}
 
 
-def _most_telling(rows: Sequence[PageRow]) -> str:
+def _most_varied(rows: Sequence[PageRow]) -> str:
+    """Return the group with the most different rewards; "" without rows."""
     rewards: dict[str, set[float | None]] = {}
     for row in rows:
         rewards.setdefault(row["group_id"], set()).add(row["reward"])
@@ -136,8 +155,8 @@ def _most_telling(rows: Sequence[PageRow]) -> str:
 
 
 def _short(row: PageRow) -> dict[str, object]:
-    """Return a row for a report: the whole episode as its completion, without long columns and texts."""
-    columns: dict[str, object] = {**row, "completion": spoken(row)}
+    """Shorten a row for a report: the completion is the whole episode, long columns are out."""
+    columns: dict[str, object] = dict(row) | {"completion": spoken(row)}
     return {name: _cut(value) for name, value in columns.items() if name not in LONG}
 
 

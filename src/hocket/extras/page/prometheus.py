@@ -1,4 +1,4 @@
-"""Say what runs are at in the text format of Prometheus: gauges with the label `run`."""
+"""Write the state of runs in the text format of Prometheus: gauges with the label `run`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from hocket.observe.metrics import alarms
 
 
 def text(runs: Sequence[RunReader]) -> bytes:
-    """Return metrics, alarms and servers as they were read last."""
+    """Write metrics, alarms and servers as they were read last."""
     return generate_latest(_Gauges(runs))
 
 

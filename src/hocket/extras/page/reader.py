@@ -1,4 +1,5 @@
-"""Read a run folder, of this process or another, while it grows: metrics, alarms, servers, phases, rollouts."""
+"""Read a run folder while a run of this process or another writes it: metrics, alarms, servers,
+phases, rollouts."""
 
 import fcntl
 import functools
@@ -40,25 +41,30 @@ from hocket.observe.rows import (
 )
 from hocket.observe.run_folder import kept_plugins
 
-NUM_PHASES = 100  # newest ones that are shown
-TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
-_NAME = re.compile(r"(step|eval)_(\d+)")  # of a file of rollouts
+NUM_PHASES = 100  # the newest ones, which are shown
+TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # a total, and the metric it sums
+_NAME = re.compile(r"(step|eval)_(\d+)")  # the name of a file of rollouts
 
 
 class PageRow(RolloutRow):
-    """A rollout as the page gets it: with what training made of it. Without tokens it lacks the lists of numbers."""
+    """A rollout as the page gets it, with the advantages that training computed.
+
+    The lists are there only if the page has requested the rollout's tokens.
+    """
 
     advantage: NotRequired[float]
     advantages: NotRequired[Sequence[float]]
     trainer: NotRequired[list[float]]
     entropy: NotRequired[list[float]]
-    texts: NotRequired[list[str] | None]  # of each token
-    pictures: NotRequired[dict[str, str]]  # of all rows, in the first: file → data URL
+    texts: NotRequired[list[str] | None]  # of the tokens
+    pictures: NotRequired[dict[str, str]]  # in the first row, those of all rows: file → data URL
 
 
 class Alarm(TypedDict):
-    count: int  # steps with it
-    last: int  # step
+    """The alarms of a metric so far."""
+
+    count: int  # steps
+    last: int  # the last of these steps
     text: str
 
 
@@ -69,22 +75,25 @@ class PageServer(ServerRow):
 
 
 class PluginText(PluginRow):
-    text: str  # of its copy
+    """A plugin with the text of its copy."""
+
+    text: str
 
 
 class ResumedError(Exception):
-    """The run went on from an earlier step: what was read of a file is there no more."""
+    """The run was resumed from an earlier step: lines that were read are gone from the file."""
 
 
 class Tail:
-    """Gives the objects of a file of JSON lines that have come since the last look."""
+    """Reads the objects that were appended to a file of JSON lines since the last look."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._at = 0  # bytes that were read
-        self._last = b""  # the line before them
+        self._at = 0  # the bytes that were read
+        self._last = b""  # the last line of them
 
     def rows(self) -> Iterator[Any]:
+        """Yield the objects of new lines. Raise ResumedError if the last line has changed."""
         with self.path.open("rb") if self.path.exists() else BytesIO() as file:
             file.seek(self._at - len(self._last))
             if file.read(len(self._last)) != self._last:
@@ -99,21 +108,20 @@ class Tail:
 
 
 class RunReader:
-    """One run, as far as it has been read. Its memory grows with the number of steps alone."""
+    """A run, as far as it has been read. Its memory grows with the number of steps alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.reads = 0  # how often it was read from its beginning
+        self.reads = 0  # how often it was read from the first line
         self._restart()
 
     def _restart(self) -> None:
         self.reads += 1
         self._metrics = Tail(self.folder / METRICS)
         self._timeline = Tail(self.folder / TIMELINE)
-        self._columns = {
-            name: array("d") for name in ("step", *TOTALS)
-        }  # and of metrics: NaN where a step has none
-        self.newest: dict[str, float] = {}  # of each metric the newest value
+        # The values of each metric, one a step; NaN where a step has none.
+        self._columns = {name: array("d") for name in ("step", *TOTALS)}
+        self.newest: dict[str, float] = {}  # the newest value of each metric
         self.alarms: dict[str, Alarm] = {}  # by metric
         self.unhealthy: dict[str, str] = {}  # in the newest step
         self._alarms = Alarms()
@@ -125,7 +133,10 @@ class RunReader:
         return int(self.newest.get("step", -1))
 
     def look(self) -> None:
-        """Read what has come. Raise DataError for what no run writes; the next look goes on behind it."""
+        """Read what was appended.
+
+        Raise DataError for a line that no run writes; the next look goes on behind it.
+        """
         try:
             with reading(self._metrics.path):
                 for row in self._metrics.rows():
@@ -142,9 +153,8 @@ class RunReader:
             return
         values = {name: math.nan if value is None else float(value) for name, value in row.items()}
         for name, of_step in TOTALS.items():
-            values[name] = self.newest.get(name, 0.0) + max(
-                0.0, values.get(of_step, 0.0)
-            )  # max: of NaN 0
+            added = max(0.0, values.get(of_step, 0.0))  # 0 for NaN
+            values[name] = self.newest.get(name, 0.0) + added
         self.newest |= values
         self.unhealthy = self._alarms.step(values)
         for name, text in self.unhealthy.items():
@@ -155,23 +165,24 @@ class RunReader:
             self._columns.setdefault(name, missing[:]).append(values.get(name, math.nan))
 
     def _note(self, row: TimelineRow) -> None:
-        """Keep a phase, or what is known of the servers, and when one was lost or came back."""
+        """Keep a phase, or the state of the servers with the steps in which that changed."""
         if "servers" not in row:
             self._phases.append(row)
             return
         for server in row["servers"]:
-            known: PageServer = {"changes": [], **server}
             before = self.servers.get(server["url"])
+            known: PageServer = {"changes": [], **server}
             if before:
-                known = {**before, **server}  # its load stays that of its last answer
+                known = {**before, **server}  # a server that is lost keeps its last load
             if before is None or before["up"] != server["up"]:
                 known["changes"].append([row["step"], server["up"]])
             self.servers[server["url"]] = known
 
     def rollouts(self, name: str, group: str = "", *, tokens: bool = False) -> list[PageRow]:
-        """Return those of a step, or of a prompt, with what training made of them; none if there is no such step.
+        """Read the rollouts of a step or an evaluation; none if there is no such one.
 
-        With `tokens`, also the tokens of their last sequences, their texts and numbers; the first has the pictures.
+        `group`: only those of a prompt. `tokens`: with the tokens of their last sequences, the texts
+        and numbers of these, and in the first row the pictures of all.
         """
         if not _NAME.fullmatch(name):
             return []
@@ -198,7 +209,7 @@ class RunReader:
         return rows
 
     def data(self) -> dict[str, Any]:
-        """Return all that a page shows at first; of rollouts the steps that have some, of training and evaluations."""
+        """Return all that a page shows at first; instead of rollouts, the steps that have some."""
         rollouts = self.folder / ROLLOUTS
         plugins: list[PluginText] = []
         for row in kept_plugins(self.folder):
@@ -209,12 +220,13 @@ class RunReader:
             "config": read_text(self.folder / "config.yaml"),
             "plugins": plugins,
             "rollouts": {
-                kind: [*numbered(rollouts, f"{kind}_*.jsonl")] for kind in ("step", "eval")
+                "step": list(numbered(rollouts, "step_*.jsonl")),
+                "eval": list(numbered(rollouts, "eval_*.jsonl")),
             },
         }
 
     def news(self, step: int) -> dict[str, Any]:
-        """Return what a page shows of the run as a whole, and the curves after `step`."""
+        """Return the state of the run as a page shows it, and the curves after `step`."""
         summary = read_summary(self.folder) if (self.folder / SUMMARY).exists() else None
         state = "running" if _has_owner(self.folder) else "stopped"
         return {
@@ -222,26 +234,24 @@ class RunReader:
             "summary": summary,
             "alarms": self.alarms,
             "servers": self.servers,
-            "phases": [*self._phases],
+            "phases": list(self._phases),
             "curves": self.curves(step),
         }
 
     def curves(self, step: float) -> dict[str, Sequence[float | None]]:
-        """Return each metric after a step."""
+        """Return the values of each metric after a step."""
         begin = bisect_right(self._columns["step"], step)
-        return {name: [*map(_rounded, column[begin:])] for name, column in self._columns.items()}
+        return {name: list(map(_rounded, column[begin:])) for name, column in self._columns.items()}
 
 
 def _has_owner(run_dir: Path) -> bool:
-    """Say whether a process owns a run folder, also where this one may only read it."""
+    """Check whether a process owns a run folder, also if this one may only read it."""
     try:
         with (run_dir / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except (
-        OSError
-    ):  # it is locked, or there are no locks on this disk, where the file itself is the sign
+    except OSError:  # it is locked, or this disk has no locks: then the file itself is the sign
         return True
     return False
 
@@ -251,7 +261,10 @@ def _rounded(value: float) -> float | None:
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str] | None:
-    """Return the text of each token, "" where a character goes on in the next; None without a tokenizer."""
+    """Decode each token by itself; None without a tokenizer.
+
+    A token that ends within a character has "", and the next has the character.
+    """
     if tokenizer is None:
         return None
     from tokenizers.decoders import DecodeStream
@@ -262,7 +275,7 @@ def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str] | None:
 
 @functools.lru_cache(maxsize=8)
 def _tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of the run's newest weights, or of the model that it began with; None without one."""
+    """Load the tokenizer of the run's weights, or of the model that it began with; None without."""
     from tokenizers import Tokenizer
 
     model = config_of(folder).get("model", {}).get("path", "")

@@ -1,4 +1,5 @@
-"""Keep what training made of a step's rollouts, for the page: advantages and, if wanted, numbers of each token."""
+"""Keep the advantages of a step's rollouts for the page and, with observe.tokens, numbers of each
+token."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from hocket.run_part import Joined, RunPart, run_part
 from hocket.types import Columns, TrainSample
 
 MeasureTokens = Callable[[Sequence[TrainSample]], Sequence[Columns]]
-"""Return "logprobs" and "entropy" of each sample, by the policy before the step."""
+"""Returns "logprobs" and "entropy" of each sample, by the policy before the step."""
 
 
 @run_part("tokens")
@@ -35,7 +36,8 @@ class TokenFiles(RunPart):
 def keep(
     folder: Path, measure: MeasureTokens | None, step: int, samples: Sequence[TrainSample]
 ) -> None:
-    """Write trained/step_N.jsonl: each sequence's mean advantage; with `measure` what is known of each token, too."""
+    """Write trained/step_N.jsonl: the mean advantage of each sequence, and with `measure` the
+    advantage, log-prob and entropy of each token."""
     measured = measure(samples) if measure else ()
     lines = []
     for sample, columns in zip_longest(samples, measured):

@@ -1,4 +1,4 @@
-"""Serve the page of runs. It reads their folders and nothing else, so that no trainer ever waits for a browser."""
+"""Serve the page of runs. It only reads their folders, so that no trainer waits for a browser."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ def watch(folders: Sequence[Path], sock: socket.socket, token: str | None) -> No
 
 
 def make_app(runs: Sequence[RunReader]) -> FastAPI:
-    """Return the page's routes. Where a run's file is damaged, they say so."""
+    """Make the page's routes. They answer with an error if a run's file is damaged."""
     app = FastAPI(title="hocket: page", openapi_url=None)
     for kind in (*DAMAGED, HocketError, OSError):
         app.add_exception_handler(kind, _unreadable)
@@ -59,10 +59,9 @@ def make_app(runs: Sequence[RunReader]) -> FastAPI:
 
     @app.get("/events")
     async def events() -> Response:
-        found = _events(runs)
-        paced = _paced(
-            itertools.chain([next(found)], found), app.state.server
-        )  # what is damaged is answered as such
+        stream = _events(runs)
+        first = next(stream)  # before the answer's head, so that its error becomes the answer
+        paced = _paced(itertools.chain([first], stream), app.state.server)
         return StreamingResponse(paced, media_type="text/event-stream", headers=HEADERS)
 
     @app.get("/rollouts")
@@ -97,36 +96,34 @@ def _json(content: Any) -> Response:
 
 
 async def _unreadable(request: Request, error: Exception) -> Response:
-    """Answer what asks for nothing that is there, or for a file that is not as a run writes it."""
+    """Answer a request for what is not there, or for a file that is not as a run writes it."""
     hint = "ask for what the page shows; bring a damaged file back from a copy"
     return invalid(f"{type(error).__name__}: {error}", hint).response()
 
 
 def _events(runs: Sequence[RunReader]) -> Iterator[str]:
-    """Yield all that a page shows; then, at each look, what is new, or all again where a run was resumed."""
+    """Yield all that a page shows; then at each look the news, or all if a run was resumed."""
     reads: list[int] = []
     steps: list[int] = []
     before = ""
     while True:
         _look(runs)
-        is_same = reads == [run.reads for run in runs]
-        news = (
-            [run.news(step) for run, step in zip(runs, steps, strict=True)]
-            if is_same
-            else data_of(runs)
-        )
+        news: Any
+        if reads == [run.reads for run in runs]:
+            news = [run.news(step) for run, step in zip(runs, steps, strict=True)]
+        else:
+            news = data_of(runs)
         reads = [run.reads for run in runs]
         steps = [run.last_step for run in runs]
         text = _dump(news)
-        yield (
-            ":\n\n" if text == before else f"data: {text}\n\n"
-        )  # or a comment, which shows that this lives
+        # Without news a comment shows that the connection is alive.
+        yield ":\n\n" if text == before else f"data: {text}\n\n"
         before = text
 
 
 async def _paced(events: Iterable[str], server: uvicorn.Server) -> AsyncIterator[str]:
     for event in events:
-        yield event  # a slow page gets fewer
+        yield event  # returns when it is sent: a slow page gets fewer
         await asyncio.sleep(LOOK_S)
         if server.should_exit:
             return

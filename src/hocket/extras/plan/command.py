@@ -20,6 +20,7 @@ from hocket.config import Config
     ),
 )
 def say_plan(args: argparse.Namespace) -> int:
+    """Print the plan; return 1 where the run does not fit."""
     from hocket.extras.plan import plan
 
     status = 0

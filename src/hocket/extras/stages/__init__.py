@@ -1,5 +1,7 @@
-"""What is trained without servers, each by the command of its name: a loss and a data source on the
-trainer."""
+"""Stages train without servers, each by the command of its name: sft, rm and dpo.
+
+A stage gives the trainer a loss and rows (driver.py).
+"""
 
 from typing import Any
 
@@ -14,24 +16,31 @@ STAGES: Registry[Any] = Registry(
     rm="hocket.extras.stages.rm",
     dpo="hocket.extras.stages.dpo",
 )
-"""Classes of `driver.Stage`, whose arguments are the keys that a section has beside those of
-StageConfig."""
+"""Subclasses of `driver.Stage`; their arguments are the keys of a section beyond StageConfig's."""
 
 
 def stage_of(command: str, section: StageConfig) -> Any:
+    """Make the stage of a command from the keys of its section."""
     return STAGES.bind(
         command, section.model_extra, section=command, keys=StageConfig.model_fields
     )()
 
 
 def staged(config: Config) -> Any:
-    """Return the objective of the stage whose section a config has; None without one."""
-    named = sorted(STAGES.names & config.model_fields_set)
-    if len(named) > 1:
+    """Return the objective of the stage whose section a config has; None without a section.
+
+    Raise ConfigError for the sections of several stages.
+    """
+    commands = sorted(STAGES.names & config.model_fields_set)
+    if not commands:
+        return None
+    if len(commands) > 1:
+        sections = ", ".join(commands)
         raise ConfigError(
-            f"a plan is of one command: leave all but one of the sections {', '.join(named)} out"
+            f"a plan is of one command: leave all but one of the sections {sections} out"
         )
-    return stage_of(named[0], getattr(config, named[0])).objective(config.model) if named else None
+    (command,) = commands
+    return stage_of(command, getattr(config, command)).objective(config.model)
 
 
 metric_table("stages")(

@@ -1,5 +1,8 @@
-"""Direct preference optimisation: what is chosen gets likelier than what is rejected, compared with
-a reference."""
+"""Direct preference optimisation (DPO) and its kin.
+
+The policy learns to give chosen completions a higher probability than rejected ones, each measured
+against a reference.
+"""
 
 import dataclasses
 import functools
@@ -19,7 +22,7 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.objective import Auxiliary, Objective
 from hocket.trainer.reference import frozen
 
-REFERENCE = "ref_logprobs"  # column: at a sequence's end its log-prob by the reference
+REFERENCE = "ref_logprobs"  # a column: the reference's log-prob of the sequence, at its end
 
 
 @STAGES.register("dpo")
@@ -32,57 +35,58 @@ class DpoOptions(Stage):
 
     loss: Literal["dpo", "ipo", "cdpo", "robust", "simpo"] = "dpo"
     beta: Annotated[float, Field(gt=0)] = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = (
-        0.0  # share of pairs that are the wrong way round
-    )
+    # The share of pairs that are assumed to be the wrong way round.
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     length_normalized: bool = False  # means over tokens in place of sums
-    gamma: Annotated[float, Field(ge=0)] = 0.0  # margin of simpo
-    reference: UserPath | None = None  # default: the model that training begins with
+    gamma: Annotated[float, Field(ge=0)] = 0.0  # the margin of simpo
+    reference: UserPath | None = None  # None: the model that training starts from
 
     def __post_init__(self) -> None:
-        for option, given, losses in (
+        for option, value, losses in (
             ("label_smoothing", self.label_smoothing, ("cdpo", "robust")),
             ("gamma", self.gamma, ("simpo",)),
             ("reference", self.reference, ("dpo", "ipo", "cdpo", "robust")),
         ):
-            if given and self.loss not in losses:
+            if value and self.loss not in losses:
                 raise ValueError(
                     f"{option} has no effect with loss={self.loss}, only with {' or '.join(losses)}"
                 )
 
     def objective(self, model: ModelConfig) -> Objective:
-        auxiliaries = [
-            Auxiliary(column=REFERENCE, load=lambda trainer: trainer.columns["logprobs"])
-        ]
-        if self.reference is not None:
-            auxiliaries = [frozen(self.reference, "dpo.reference", model)]
         if self.loss == "simpo":
             auxiliaries = []
-        return Objective(
-            loss=functools.partial(pair_loss, options=self), auxiliaries=auxiliaries, unit=2
-        )
+        elif self.reference is not None:
+            auxiliaries = [frozen(self.reference, "dpo.reference", model)]
+        else:  # the policy, measured once before the first step
+            own_logprobs = Auxiliary(
+                column=REFERENCE, load=lambda trainer: trainer.columns["logprobs"]
+            )
+            auxiliaries = [own_logprobs]
+        loss = functools.partial(pair_loss, options=self)
+        return Objective(loss=loss, auxiliaries=auxiliaries, unit=2)
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
-        found = load_preferences(data, tokenizer, longest)
-        return [(pairs.sample(pair.chosen), pairs.sample(pair.rejected)) for pair in found]
+        return [
+            (pairs.sample(pair.chosen), pairs.sample(pair.rejected))
+            for pair in load_preferences(data, tokenizer, longest)
+        ]
 
 
 def pair_loss(
     logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, options: DpoOptions
 ) -> LossOutput:
-    """Return the batch's share of the mean of `losses` over pairs.
+    """Compute the batch's share of the mean of `losses` over pairs.
 
-    h = log π(chosen) / ref(chosen) − log π(rejected) / ref(rejected), of sums or means over tokens;
-    simpo: without ref.
+    h = log π(chosen) / ref(chosen) − log π(rejected) / ref(rejected), where log-probs are summed
+    over tokens, or averaged; simpo has no ref.
     """
     del entropy_bt
     logps_p2 = pairs.sums(logprobs_bt, batch)
     ratios_p2 = logps_p2
     if REFERENCE in batch.columns:
         reference_p2 = pairs.sums(batch.columns[REFERENCE], batch)
-        is_equal_p2 = (
-            logps_p2.float() == reference_p2.float()
-        )  # columns are float32: their rounding is no difference
+        # Columns are float32: what rounds to the same number is no difference.
+        is_equal_p2 = logps_p2.float() == reference_p2.float()
         ratios_p2 = logps_p2 - logps_p2.detach().where(is_equal_p2, reference_p2)
     compared_p2 = ratios_p2
     if options.length_normalized or options.loss in ("ipo", "simpo"):
@@ -91,19 +95,20 @@ def pair_loss(
     loss = pairs.mean(losses(chosen_p - rejected_p, options), batch)
     rewards_p2 = compared_p2 if options.loss == "simpo" else ratios_p2
     metrics = pairs.metrics(options.beta * rewards_p2, batch)
-    for name, of_side_p in zip(
-        ("chosen", "rejected"), logps_p2.detach().unbind(dim=1), strict=True
-    ):
-        metrics[f"logps/{name}"] = pairs.mean(of_side_p, batch)
+    chosen_logps_p, rejected_logps_p = logps_p2.detach().unbind(dim=1)
+    metrics["logps/chosen"] = pairs.mean(chosen_logps_p, batch)
+    metrics["logps/rejected"] = pairs.mean(rejected_logps_p, batch)
     return LossOutput(loss=loss, metrics=metrics)
 
 
 def losses(h_p: Tensor, options: DpoOptions) -> Tensor:
-    """Return the loss of each pair, with x = beta h − gamma and e = label_smoothing.
+    """Compute the loss of each pair, with x = beta h − gamma and e = label_smoothing.
 
-    dpo: −log σ(x) (arXiv 2305.18290), simpo likewise (2405.14734). cdpo: −(1 − e) log σ(x) − e log σ(−x)
-    (Mitchell's note of 2023). robust: [−(1 − e) log σ(x) + e log σ(−x)] / (1 − 2e) (2403.00409). ipo:
-    (h − 1 / (2 beta))² (2310.12036), of means over tokens as in TRL.
+    dpo:     −log σ(x), arXiv 2305.18290
+    simpo:   −log σ(x), arXiv 2405.14734
+    cdpo:    −(1 − e) log σ(x) − e log σ(−x), Mitchell's note of 2023
+    robust:  [−(1 − e) log σ(x) + e log σ(−x)] / (1 − 2e), arXiv 2403.00409
+    ipo:     (h − 1 / (2 beta))², arXiv 2310.12036, of means over tokens as in TRL
     """
     if options.loss == "ipo":
         return (h_p - 1 / (2 * options.beta)).square()

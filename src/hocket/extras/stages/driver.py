@@ -1,4 +1,4 @@
-"""Run a stage: epochs over its rows, held-out numbers, checkpoints, and a model at the end."""
+"""Run a stage: epochs over its rows, held-out metrics, checkpoints, and a model at the end."""
 
 import itertools
 import math
@@ -35,9 +35,9 @@ from hocket.trainer.trainer import Trainer
 from hocket.trainer.weights import SCORE
 from hocket.types import Metrics, TrainSample
 
-NUM_LINES = 20  # of progress in a whole run
+NUM_LINES = 20  # lines of progress in a whole run
 CHUNK = 256  # sequences that are measured at a time
-SAID = {  # metrics in these lines
+SHOWN_METRICS = {  # the metrics in a line of progress, and the words for them
     "train/loss": "loss",
     "rewards/accuracies": "accuracy",
     "eval/loss": "held-out loss",
@@ -50,21 +50,23 @@ Unit = tuple[TrainSample, ...]
 
 
 class Stage:
-    """What a stage has of its own."""
+    """What a stage brings: an objective, rows, and metrics of held-out rows."""
 
-    rows: str  # its word for them
-    rate: str  # advice beside the learning rate of GRPO, the default
+    rows: str  # what messages call its rows
+    rate: str  # advice on the learning rate, where that is the default, which is for GRPO
 
     def objective(self, model: ModelConfig) -> Objective:
+        """Make the objective that the trainer minimises."""
         raise NotImplementedError
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
-        """Return rows whose sequences have `longest` tokens at most."""
+        """Load the rows whose sequences have `longest` tokens at most."""
         raise NotImplementedError
 
     def held_out(self, trainer: Trainer, samples: Sequence[TrainSample]) -> Metrics:
-        found = trainer.evaluate(samples)
-        return {f"eval/{name}": found[name] for name in HELD_OUT}
+        """Compute eval/* of the samples of held-out rows."""
+        metrics = trainer.evaluate(samples)
+        return {f"eval/{name}": metrics[name] for name in HELD_OUT}
 
 
 def run(config: Config, command: str, *, dry_run: bool = False) -> None:
@@ -85,16 +87,16 @@ def run(config: Config, command: str, *, dry_run: bool = False) -> None:
             f"data.sources is for train: {command} has one data.source; join the rows to one file"
         )
     if config.checkpoint.best is not None:
-        advice = "leave it out, and raise checkpoint.keep to choose among the checkpoints by metrics.jsonl"
         raise ConfigError(
-            f"checkpoint.best is for train: {command} would keep nothing by it; {advice}"
+            f"checkpoint.best is for train: {command} would keep nothing by it; leave it out, and "
+            "raise checkpoint.keep to choose among the checkpoints by metrics.jsonl"
         )
     output = config.run_dir / "model"
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(
             f"{output} exists and is not a model; choose another run.dir, or remove it"
         )
-    load_plugins(config.plugins)  # data.source may be a task of one
+    load_plugins(config.plugins)  # data.source may be a task that a plugin registers
     with owning(config.run_dir, print, wait=config.checkpoint.resume and not dry_run):
         saved = checkpoints.find(config, print, command=command, dry_run=dry_run)
         rows, held_out = _load(stage, config, uses_logits=objective.kind.uses_logits)
@@ -121,13 +123,11 @@ class _Task(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows that are trained, counted in each epoch."""
+        """The number of rows that are trained, each counted once an epoch."""
         epochs = getattr(self.config, self.command).epochs
-        return (
-            self.config.trainer.steps * self.batch_size
-            if epochs is None
-            else epochs * len(self.rows)
-        )
+        if epochs is None:
+            return self.config.trainer.steps * self.batch_size
+        return int(epochs * len(self.rows))
 
     @property
     def num_steps(self) -> int:
@@ -147,7 +147,8 @@ class _Task(NamedTuple):
             files, _ = model_files.weight_files(model)
             shapes, _ = model_files.read_headers(files)
             if SCORE not in shapes:
-                yield f"the model has no {SCORE}: the stage adds this head, drawn at random by trainer.seed"
+                head = "this head, drawn at random by trainer.seed"
+                yield f"the model has no {SCORE}: the stage adds {head}"
         if added := tokenizers.said_end(model, tokenizer):
             yield added
         takes_all = ""
@@ -163,8 +164,11 @@ class _Task(NamedTuple):
 
 
 def _check(task: _Task) -> None:
-    """Say what would be trained, and raise for what shows without weights: rows or memory that do
-    not fit."""
+    """Print what would be trained.
+
+    Raise TrainerError or ConfigError for rows or memory that do not fit, as far as that shows
+    without weights.
+    """
     config, _, stage, objective, rows, held_out = task
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = config.trainer if device.type == "cuda" else config.trainer.unmeasured()
@@ -172,13 +176,14 @@ def _check(task: _Task) -> None:
     dtype = compute_dtype(config.model, device)
     estimate = memory.check(models, settings, dtype, device, int(os.environ.get("WORLD_SIZE", "1")))
     if settings.micro_batch_tokens != "auto":
-        samples = [*flat(rows), *flat(held_out)]
+        samples = flat(rows) + flat(held_out)
         # Where a run may share less, it says so itself.
         packer = packing.chosen_packer(settings.share_prefixes)
         packing.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, packer=packer)
     num_parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
     print(
-        f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}"
+        f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; "
+        f"a step needs {estimate}"
     )
     for line in task.outlook(tokenizers.load(config.model.path)):
         print(line)
@@ -186,79 +191,106 @@ def _check(task: _Task) -> None:
 
 
 def _train(task: _Task, saved: Saved | None) -> None:
-    config, command, stage, objective, rows, held_out = task
+    """Train from the first step, or on from a checkpoint, and write RUN/model."""
+    config = task.config
     output = config.run_dir / "model"
-    last = saved.step if saved else 0
-    size = task.batch_size
-    steps = task.num_steps
+    num_done = saved.step if saved else 0  # steps
     with (
-        Console(steps) as console,
+        Console(task.num_steps) as console,
         RunFolder(config, console.say) as folder,
-        Trainer(config, objective=objective) as trainer,
+        Trainer(config, objective=task.objective) as trainer,
     ):
-        kept = Units(stage.rows, flat(rows))
-        parts: dict[str, Resumable] = {"recorder": folder, command: kept}
-        if objective.auxiliaries:
-            if saved is None:
-                console.say(
-                    f"the reference's log-probs of {len(rows)} {stage.rows} are measured once"
-                )
-                kept.measured = _measured(trainer, rows)
-            else:
-                kept.restore(saved.parts[command])
-            rows = _with(kept.measured, rows)
-            held_out = _with(_measured(trainer, held_out), held_out)
-            trainer.forget()
-        measured = flat(held_out)
-        trainer.plan(steps)
+        units = Units(task.stage.rows, flat(task.rows))
+        parts: dict[str, Resumable] = {"recorder": folder, task.command: units}
+        if task.objective.auxiliaries:
+            task = _with_reference(task, trainer, units, saved, console)
+        trainer.plan(task.num_steps)
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
-        trainer.check_fits([*flat(rows), *measured])
-        console.say(
-            f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}"
-        )
+        held_out = flat(task.held_out)
+        trainer.check_fits(flat(task.rows) + held_out)
+        summary = f"{len(task.rows)} {task.stage.rows}, {trainer.num_parameters:,} parameters"
+        console.say(f"{summary}; {trainer.memory}")
         for line in task.outlook(trainer.tokenizer):
             console.say(line)
         if saved is None and held_out:
-            before = stage.held_out(trainer, measured)
+            before = task.stage.held_out(trainer, held_out)
             folder.finish(0, before)
-            console.say(f"step 0/{steps}  {_said(before)}, of {len(held_out)} {stage.rows}")
-        order = itertools.islice(in_epochs(rows, config.trainer.seed), last * size, task.num_rows)
-        start = time.perf_counter()
+            num_rows = f"{len(task.held_out)} {task.stage.rows}"
+            console.say(f"step 0/{task.num_steps}  {_as_line(before)}, of {num_rows}")
         copies: list[Callable[[Path], None]] = []
         if config.checkpoint.copy_to is not None:
             from hocket.extras.copy_to import copying
 
             copies = copying(config, console.say)
-        with Checkpoints(config, trainer.state, parts, newest=last, after=copies) as written:
-            for step in range(last + 1, steps + 1):
-                console.progress(step, "training")
-                metrics = trainer.step(
-                    flat(itertools.islice(order, size)), keep=folder.skipped(step)
-                )
-                if held_out and (step == steps or step % (config.eval.every_steps or steps) == 0):
-                    metrics |= stage.held_out(trainer, measured)
-                metrics |= written.copy(step, last=step == steps)
-                folder.finish(step, metrics)
-                written.complete(step, metrics)
-                if (
-                    "eval/loss" in metrics
-                    or step in (last + 1, steps)
-                    or step % max(1, steps // NUM_LINES) == 0
-                ):
-                    left_s = (time.perf_counter() - start) / (step - last) * (steps - step)
-                    speed = f"{metrics['train/tokens_per_s']:,.0f} tokens/s  {left_s:.0f} s left"
-                    console.say(f"step {step}/{steps}  {_said(metrics)}  {speed}")
+        with Checkpoints(
+            config, trainer.state, parts, newest=num_done, after=copies
+        ) as checkpointing:
+            _steps(task, num_done, trainer, folder, checkpointing, console)
             with atomic_folder(output) as partial:
                 trainer.export(partial)
-            if last >= steps:
-                console.say(f"all {steps} steps are done; for more of them raise {task.decides}")
+            if num_done >= task.num_steps:
+                done = f"all {task.num_steps} steps are done"
+                console.say(f"{done}; for more of them raise {task.decides}")
             console.say(f"wrote {output}")
 
 
+def _with_reference(
+    task: _Task, trainer: Trainer, units: "Units", saved: Saved | None, console: Console
+) -> _Task:
+    """Add the reference's log-probs to the rows, measured before the first step; `units` keeps them.
+
+    The trainer then forgets the models that it has measured with.
+    """
+    if saved is None:
+        rows = f"{len(task.rows)} {task.stage.rows}"
+        console.say(f"the reference's log-probs of {rows} are measured once")
+        units.measured = _measured(trainer, task.rows)
+    else:
+        units.restore(saved.parts[task.command])
+    rows_with = _with(units.measured, task.rows)
+    held_out = _with(_measured(trainer, task.held_out), task.held_out)
+    trainer.forget()
+    return task._replace(rows=rows_with, held_out=held_out)
+
+
+def _steps(
+    task: _Task,
+    num_done: int,
+    trainer: Trainer,
+    folder: RunFolder,
+    checkpointing: Checkpoints,
+    console: Console,
+) -> None:
+    """Run the steps after the first `num_done`, with their evaluations and checkpoints."""
+    config = task.config
+    size = task.batch_size
+    steps = task.num_steps
+    held_out = flat(task.held_out)
+    eval_every = config.eval.every_steps or steps
+    line_every = max(1, steps // NUM_LINES)
+    endless = in_epochs(task.rows, config.trainer.seed)
+    rows = itertools.islice(endless, num_done * size, task.num_rows)
+    start = time.perf_counter()
+    for step in range(num_done + 1, steps + 1):
+        console.progress(step, "training")
+        batch = flat(itertools.islice(rows, size))
+        metrics = trainer.step(batch, keep=folder.skipped(step))
+        is_evaluated = bool(held_out) and (step == steps or step % eval_every == 0)
+        if is_evaluated:
+            metrics |= task.stage.held_out(trainer, held_out)
+        metrics |= checkpointing.copy(step, last=step == steps)
+        folder.finish(step, metrics)
+        checkpointing.complete(step, metrics)
+        if is_evaluated or step in (num_done + 1, steps) or step % line_every == 0:
+            remaining_s = (time.perf_counter() - start) / (step - num_done) * (steps - step)
+            speed = f"{metrics['train/tokens_per_s']:,.0f} tokens/s  {remaining_s:.0f} s left"
+            console.say(f"step {step}/{steps}  {_as_line(metrics)}  {speed}")
+
+
 def _load(stage: Stage, config: Config, *, uses_logits: bool) -> tuple[list[Unit], list[Unit]]:
-    """Return the rows to train on, and those held out."""
+    """Load the rows to train on, and those held out."""
     tokenizer = model_folder.examine(config.model, head="logits" if uses_logits else None)
     longest = tokenizers.context_length(config.model)
     rows = stage.load(config.data, tokenizer, longest)
@@ -270,24 +302,32 @@ def _load(stage: Stage, config: Config, *, uses_logits: bool) -> tuple[list[Unit
 
 
 def _measured(trainer: Trainer, rows: Sequence[Unit]) -> list[dict[str, float]]:
-    """Return the sums over each sequence of what the objective needs beside the policy."""
+    """Measure the columns that the objective needs beside the policy, summed over each sequence."""
     sequences = [sample.sequence for sample in flat(rows)]
-    parts = (
-        trainer.measure(sequences[first : first + CHUNK])
-        for first in range(0, len(sequences), CHUNK)
-    )
-    return [
-        {name: math.fsum(columns[name]) for name in columns} for columns in itertools.chain(*parts)
-    ]
+    sums: list[dict[str, float]] = []
+    for first in range(0, len(sequences), CHUNK):
+        measured = trainer.measure(sequences[first : first + CHUNK])
+        sums += [_sums(columns) for columns in measured]
+    return sums
+
+
+def _sums(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: math.fsum(values) for name, values in columns.items()}
 
 
 def _with(measured: Iterable[Mapping[str, float]], rows: Iterable[Unit]) -> list[Unit]:
+    """Add to each sample of the rows what was measured of it."""
     numbers = iter(measured)
-    return [tuple(pairs.sample(sample.sequence, **next(numbers)) for sample in row) for row in rows]
+    units = []
+    for row in rows:
+        samples = [pairs.sample(sample.sequence, **next(numbers)) for sample in row]
+        units.append(tuple(samples))
+    return units
 
 
 def flat(rows: Iterable[Unit]) -> list[TrainSample]:
-    return [*itertools.chain.from_iterable(rows)]
+    """Return the samples of all rows."""
+    return list(itertools.chain.from_iterable(rows))
 
 
 def in_epochs(rows: Sequence[Unit], seed: int) -> Iterator[Unit]:
@@ -296,13 +336,15 @@ def in_epochs(rows: Sequence[Unit], seed: int) -> Iterator[Unit]:
         yield from random.Random(f"{seed}:{epoch}").sample(rows, len(rows))
 
 
-def _said(metrics: Mapping[str, float]) -> str:
+def _as_line(metrics: Mapping[str, float]) -> str:
+    """Write the metrics of a line of progress."""
     return "  ".join(
-        f"{word} {metrics[name]:.4f}" for name, word in SAID.items() if name in metrics
+        f"{word} {metrics[name]:.4f}" for name, word in SHOWN_METRICS.items() if name in metrics
     )
 
 
 def _shown(row: Unit, tokenizer: Any) -> str:
+    """Decode a row, with what is taught in [[ ]], and shorten it."""
     sides = []
     for sample in row:
         shown = ""
@@ -315,23 +357,26 @@ def _shown(row: Unit, tokenizer: Any) -> str:
 
 
 class Units:
-    """Refuse to resume a checkpoint on other rows; it has what was measured of them before the
-    first step, too."""
+    """The part of a checkpoint that knows the rows: a run on other rows is not resumed.
+
+    It also keeps what was measured of the rows before the first step.
+    """
 
     def __init__(self, name: str, samples: Sequence[TrainSample]) -> None:
         self._name = name
-        rows = (
-            (tuple(keys(sample.sequence).tolist()), sample.sequence.mask, *sample.columns.values())
-            for sample in samples
-        )
+        rows = []
+        for sample in samples:
+            content = (tuple(keys(sample.sequence).tolist()), sample.sequence.mask)
+            rows.append(content + tuple(sample.columns.values()))
         self._state = {"num_samples": len(samples), "hash": seed_of(*rows)}
         self.measured: list[dict[str, float]] = []
 
     def state(self) -> dict[str, Any]:
-        return {**self._state, "measured": self.measured}
+        return self._state | {"measured": self.measured}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        known = {**state}
+        """Take what was measured. Raise DataError if the checkpoint is of other rows."""
+        known = dict(state)
         self.measured = known.pop("measured")
         if known != self._state:
             advice = "use the same data section, files and tokenizer, or start a new run"

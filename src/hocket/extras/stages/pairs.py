@@ -1,5 +1,4 @@
-"""Pairs of completions behind one prompt, a chosen and a rejected one: their samples, sums and
-metrics."""
+"""Make samples, sums and metrics of pairs: a chosen and a rejected completion of one prompt."""
 
 import torch
 from torch import Tensor
@@ -9,15 +8,21 @@ from hocket.types import TokenSequence, TrainSample
 
 
 def sample(sequence: TokenSequence, **numbers: float) -> TrainSample:
-    """Return a sequence with numbers of its own, each a column that has it at the end."""
+    """Make a sample of a sequence, with a column for each number: 0 but at the last token."""
     zeros = (0.0,) * len(sequence.mask)
-    columns = {name: (*zeros[1:], number) for name, number in numbers.items()}
+    columns = {}
+    for name, number in numbers.items():
+        values = list(zeros)
+        values[-1] = number
+        columns[name] = tuple(values)
     return TrainSample(sequence=sequence, advantages=zeros, columns=columns)
 
 
 def sums(values_bt: Tensor, batch: TrainBatch) -> Tensor:
-    """Return the sums over sequences of numbers that are 0 where no token is trained: [pairs,
-    (chosen, rejected)]."""
+    """Sum over each sequence numbers that are 0 where no token is trained: [pairs, 2].
+
+    The columns are chosen and rejected.
+    """
     values_t = values_bt[0].double()
     sums_n = torch.zeros_like(values_t).index_add(0, batch.sample_bt[0], values_t)
     num = len(batch.places)  # 0 in a rank's last micro-batch; a rehearsal's may be odd
@@ -25,12 +30,12 @@ def sums(values_bt: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def mean(values_p: Tensor, batch: TrainBatch) -> Tensor:
-    """Return this micro-batch's share of the mean over all pairs."""
+    """Compute this micro-batch's share of the mean over all pairs of the step."""
     return values_p.sum() / (batch.num_sequences_global / 2)
 
 
 def metrics(rewards_p2: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-    """Return shares of means over pairs, by TRL's names."""
+    """Compute this micro-batch's shares of the means that TRL logs under these names."""
     chosen_p, rejected_p = rewards_p2.detach().unbind(dim=1)
     means = {
         "chosen": chosen_p,

@@ -1,8 +1,8 @@
-"""Turn preferences, TRL's columns prompt, chosen, rejected and maybe margin, into pairs of
-sequences.
+"""Encode preferences as pairs of sequences.
 
-Where chosen and rejected are whole conversations, the prompt is the messages with which both begin.
-Behind it, the turns of the assistant are taught.
+The columns are TRL's: prompt, chosen, rejected, and margin if there is one. Where chosen and
+rejected are whole conversations, the prompt is the messages that both share at first. Behind it,
+the turns of the assistant are taught.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ class Preference:
 def load_preferences(
     data: DataConfig, tokenizer: Any, max_length: int, *, whole: bool = False
 ) -> list[Preference]:
-    """Return the pairs that are short enough.
+    """Load the pairs of data.source whose sequences have at most `max_length` tokens.
 
-    `whole`: behind the last token is all that a chat template writes there, without a template not
-    even EOS.
+    `whole`: a sequence ends with all that the chat template writes after a turn; without a
+    template it has not even EOS.
     """
     renderer = renderer_of(data, tokenizer)
     end = renderer.end_of_turn()
-    (behind,) = renderer.encode([renderer.after_turn]) if whole else ([end],)
+    last_end = renderer.encode([renderer.after_turn])[0] if whole else [end]
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[Preference]:
         columns, pictures = renderer.split_images(columns)
         samples = _samples(renderer, data, columns, end)
         for sample in samples:
-            read, said, ends = sample[-1]
-            sample[-1] = (read, said, behind if ends else ends)
+            if sample[-1].end:
+                sample[-1] = sample[-1]._replace(end=last_end)
         margin = columns.get("margin")
         if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
             raise ValueError(f"column 'margin' must be a finite number, got {margin!r:.80}")
@@ -60,31 +60,34 @@ def load_preferences(
 
         return demonstrations.texts_of(samples), pair
 
-    pairs = list(in_parts(data, [data.prompt_column, *SIDES], render, renderer.encode_prompts))
+    names = [data.prompt_column, "chosen", "rejected"]
+    pairs = list(in_parts(data, names, render, renderer.encode_prompts))
     lengths = [max(len(pair.chosen.mask), len(pair.rejected.mask)) for pair in pairs]
     return demonstrations.fitting("pairs", pairs, lengths, data, max_length)
 
 
 def _samples(
     renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int
-) -> list[list[demonstrations.Passage]]:
+) -> list[list[demonstrations.TaughtTurn]]:
+    """Render a row as two samples, the chosen and the rejected one."""
     if not columns.keys() >= set(SIDES):
-        there = ", ".join(map(repr, columns))
-        raise ValueError(f"no columns 'chosen' and 'rejected', only {there}: rename two of them")
+        present = ", ".join(map(repr, columns))
+        raise ValueError(f"no columns 'chosen' and 'rejected', only {present}: rename two of them")
     if any(isinstance(columns[name], str) for name in SIDES):
-        asked, _ = renderer.prompt(columns, demonstrations.tools_of(columns))
-        return [
-            demonstrations.answered(renderer, asked, columns[name], name, end) for name in SIDES
-        ]
+        text, _ = renderer.prompt(columns, demonstrations.tools_of(columns))
+        return [demonstrations.answered(renderer, text, columns[name], name, end) for name in SIDES]
     sides = [demonstrations.turns_of(renderer, columns[name], name) for name in SIDES]
     if isinstance(columns.get(data.prompt_column), list) or sides[0][0]["role"] == "assistant":
-        prompt = renderer.prompt(columns)[1] or ()
-        sides = [[*prompt, *side] for side in sides]
+        prompt = list(renderer.prompt(columns)[1] or ())
+        sides = [prompt + side for side in sides]
         first = len(prompt)
     else:
         sides = [renderer.with_system_prompt(side) for side in sides]
-        alike = [one == other for one, other in zip(*sides, strict=False)]
-        first = [*alike[:-1], False].index(False)  # the last turn is no prompt
+        chosen, rejected = sides
+        first = 0
+        shortest = min(len(chosen), len(rejected))
+        while first < shortest - 1 and chosen[first] == rejected[first]:  # the last is no prompt
+            first += 1
     tools = demonstrations.tools_of(columns)
     samples = []
     for name, side in zip(SIDES, sides, strict=True):

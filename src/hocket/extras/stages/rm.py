@@ -1,5 +1,5 @@
-"""Reward models: a score at the last token, by which chosen completions lie above rejected ones
-(Bradley-Terry)."""
+"""Train reward models: the score at the last token is higher for chosen than for rejected
+completions (Bradley-Terry)."""
 
 import dataclasses
 import functools
@@ -30,8 +30,10 @@ from hocket.types import TokenSequence, TrainSample
 
 
 class RewardModel(ScalarModel):
-    """A sequence classifier with one output; behind its last attention it computes only the
-    positions that are read."""
+    """A sequence classifier with one output.
+
+    The MLP of the last layer computes only the positions whose score is read.
+    """
 
     scores = True
 
@@ -40,22 +42,24 @@ class RewardModel(ScalarModel):
         head = head_of(self.model)
         head.requires_grad_(True)  # beside an adapter, too
         compute_in_float32(head)
-        self._row_n: Tensor | None = None  # places that are read; None: all
-        *_, last = (
+        self._row_n: Tensor | None = None  # the positions that are read; None: all
+        layers = [
             layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)
-        )
-        if hasattr(last, "mlp") and not Shape.of(self.model).experts:
-            last.mlp.forward = functools.partial(self._where_read, last.mlp.forward)
+        ]
+        mlp = getattr(layers[-1], "mlp", None)
+        if mlp is not None and not Shape.of(self.model).experts:
+            mlp.forward = functools.partial(self._where_read, mlp.forward)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # rows differ in what is read
     def _where_read(self, forward: Callable[[Tensor], Tensor], hidden_brh: Tensor) -> Tensor:
+        """Compute the positions that are read; the others are 0."""
         if self._row_n is None:
             return forward(hidden_brh)
         read_bnh = forward(hidden_brh.index_select(1, self._row_n))
         return read_bnh.new_zeros(hidden_brh.shape).index_copy(1, self._row_n, read_bnh)
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, ...]:
-        self._row_n = batch.row_n  # for the backward pass, too, which may compute again
+        self._row_n = batch.row_n  # kept for the backward pass, which may compute the layer again
         return (super().forward(batch),)
 
     def write(
@@ -76,20 +80,19 @@ class RmOptions(Stage):
     rows = "comparisons"
     rate = "reward models mostly take 1e-5, 10x as much with model.lora"
 
-    center_coef: Annotated[float, Field(ge=0)] = (
-        0.0  # weight of the term that keeps scores around 0
-    )
+    # The weight of the term that keeps scores around 0.
+    center_coef: Annotated[float, Field(ge=0)] = 0.0
 
     def objective(self, model: ModelConfig) -> Objective:
-        return Objective(
-            loss=functools.partial(comparison_loss, options=self), kind=RewardModel, unit=2
-        )
+        loss = functools.partial(comparison_loss, options=self)
+        return Objective(loss=loss, kind=RewardModel, unit=2)
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
         if tokenizer.chat_template and not data.chat_template:
-            what = f"the reward reward_model would read text in {tokenizer.name_or_path}'s chat template"
             raise ConfigError(
-                f"{what}: set data.chat_template=true, or take the template out of the model's folder"
+                f"the reward reward_model would read text in {tokenizer.name_or_path}'s chat "
+                "template: set data.chat_template=true, or take the template out of the model's "
+                "folder"
             )
         pad = tokenizer.pad_token_id
         return [
@@ -99,23 +102,26 @@ class RmOptions(Stage):
 
 
 def _read(sequence: TokenSequence, pad: int | None, margin: float) -> TrainSample:
-    """Return what the reward `reward_model` reads, without padding, and train on what it says at
-    the last token."""
+    """Make a sample of the tokens that the reward `reward_model` reads, whose last is trained.
+
+    `pad`: the padding token, which is taken off the end.
+    """
     ids = sequence.token_ids[:]
     while ids[-1] == pad:
         ids.pop()
-    mask = (False,) * len(ids) + (True,)  # where the token that follows would be predicted
-    read = dataclasses.replace(
-        sequence, token_ids=ids + ids[-1:], mask=mask, logprobs=(0.0,) * len(mask)
-    )
+    # Position i of a sample trains what the model computes at token i − 1: so the last token is
+    # doubled, for the score at it to be trained.
+    mask = (False,) * len(ids) + (True,)
+    zeros = (0.0,) * len(mask)
+    read = dataclasses.replace(sequence, token_ids=ids + ids[-1:], mask=mask, logprobs=zeros)
     return pairs.sample(read, margins=margin)
 
 
 def comparison_loss(scores_bt: Tensor, batch: TrainBatch, options: RmOptions) -> LossOutput:
-    """Return the batch's share of the mean over pairs of −log σ(r_w − r_l − margin) + center_coef
-    (r_w + r_l)².
+    """Compute the batch's share of the mean over pairs of the Bradley-Terry loss.
 
-    r_w and r_l are the scores of chosen and rejected; the second term is of arXiv 2312.09244.
+    It is −log σ(r_w − r_l − margin) + center_coef (r_w + r_l)², with the scores r_w of the chosen
+    and r_l of the rejected completion; the second term is from arXiv 2312.09244.
     """
     scores_p2 = pairs.sums(scores_bt, batch)
     chosen_p, rejected_p = scores_p2.unbind(dim=1)

@@ -20,6 +20,8 @@ from hocket.types import Metrics, TrainSample
 
 @STAGES.register("sft")
 class Sft(Stage):
+    """The stage, which has no keys beside those of all stages (docs/stages.md)."""
+
     rows = "demonstrations"
     rate = "demonstrations mostly take 1e-5 or more"
 
@@ -27,16 +29,17 @@ class Sft(Stage):
         return Objective(loss=sft_loss)
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
-        return [(pairs.sample(one),) for one in load_demonstrations(data, tokenizer, longest)]
+        sequences = load_demonstrations(data, tokenizer, longest)
+        return [(pairs.sample(sequence),) for sequence in sequences]
 
     def held_out(self, trainer: Trainer, samples: Sequence[TrainSample]) -> Metrics:
         num_tokens = sum(sample.sequence.mask.count(True) for sample in samples)
-        return {"eval/loss": -math.fsum(itertools.chain(*trainer.logprobs(samples))) / num_tokens}
+        logprobs = itertools.chain.from_iterable(trainer.logprobs(samples))
+        return {"eval/loss": -math.fsum(logprobs) / num_tokens}
 
 
 def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
-    """Return −Σ mask · logprobs / tokens: the batch's share of the mean cross-entropy, in nats."""
+    """Compute the batch's share of the mean cross-entropy, in nats: −Σ mask · logprobs / tokens."""
     del entropy_bt
-    return LossOutput(
-        loss=-logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global, metrics={}
-    )
+    loss = -logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global
+    return LossOutput(loss=loss, metrics={})

@@ -42,12 +42,12 @@ class Tool(NamedTuple):
     A LostError ends the episode. The model reads any other error as the result."""
 
 
-class UnaskedError(LostError):
+class NotReceivedError(LostError):
     """The server is gone, but has not received the call, which may be made again."""
 
 
 class McpServer:
-    """A server that was asked for its tools."""
+    """A server and the schemas of its tools, which it has listed."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class McpServer:
         return f"the MCP server {self.command or self.url}"
 
     async def _listed(self) -> dict[str, Any]:
-        """Return the schemas of all its tools."""
+        """Request the schemas of all its tools, by name."""
         session = Session(self, LIST_S)
         schemas = {}
         cursor = None
         for _ in range(MAX_PAGES):
-            page = await session.ask(LIST_S, "list_tools", cursor=cursor)
+            page = await session.request(LIST_S, "list_tools", cursor=cursor)
             for tool in page.tools:
                 function = {
                     "name": tool.name,
@@ -106,7 +106,10 @@ class McpServer:
 
 
 class ServerTools:
-    """What an episode has of a server, or all have: a session, opened anew after it was lost."""
+    """The tools of a server for an episode, or for all episodes.
+
+    They share a session, and open another after it was lost.
+    """
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -129,8 +132,8 @@ class ServerTools:
             if self._session is None or self._session.lost:
                 self._session = Session(self._server, seconds)
             try:
-                result = await self._session.ask(seconds, "call_tool", name, dict(arguments))
-            except UnaskedError:
+                result = await self._session.request(seconds, "call_tool", name, dict(arguments))
+            except NotReceivedError:
                 if time.monotonic() > end:
                     raise
                 await asyncio.sleep(RETRY_S)
@@ -140,7 +143,7 @@ class ServerTools:
 
 
 class Session:
-    """A session, in a task of its own that opens it, within `seconds`, and closes it; once lost it
+    """A session with a server. A task opens it, within `seconds`, and closes it; once it is lost it
     is of no use."""
 
     def __init__(self, server: McpServer, seconds: float) -> None:
@@ -178,11 +181,11 @@ class Session:
             self._client.set_result(client)
             await self.closing.wait()
 
-    async def ask(self, seconds: float, method: str, *arguments: Any, **named: Any) -> Any:
+    async def request(self, seconds: float, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the client, once the session is open, and wait `seconds` for its result.
 
-        Raise ValueError for wrong arguments of a tool, UnaskedError where it did not receive them,
-        else LostError.
+        Raise ValueError for wrong arguments of a tool, NotReceivedError if the server is gone and
+        did not receive them, and LostError if it is gone otherwise.
         """
         from mcp.types import INVALID_PARAMS
 
@@ -203,18 +206,19 @@ class Session:
             raise await self._loss(error) from error
 
     async def _loss(self, error: BaseException) -> LostError:
-        """Close the session; return the error that says why it is lost."""
+        """Close the session, and make the error that says why it is lost."""
         from httpx2 import ConnectError
 
         self.closing.set()
         await asyncio.wait({self.task}, timeout=RETRY_S)
         if self.task.done() and not self.task.cancelled():
             error = self.task.exception() or error
-        # The call did not arrive where the session never opened, or no connection came about. An
-        # episode's own session holds state, which a new session would not have.
+        # The call did not arrive if the session never opened, or no connection was made. The latter
+        # is no reason to call again if the session is an episode's: it held state, which another
+        # session would not have.
         _, others = BaseExceptionGroup("", [error]).split(ConnectError)
         refused = others is None
-        unasked = not self._client.done() or (refused and self._server.shared is not None)
+        not_received = not self._client.done() or (refused and self._server.shared is not None)
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         why = f"{type(error).__name__}: {error}"
@@ -223,7 +227,7 @@ class Session:
             why += f" | {lines}"
         proxy = proxy_of(self._server.url or "")
         through = f" (asked through the proxy {proxy})" if proxy else ""
-        kind = UnaskedError if unasked else LostError
+        kind = NotReceivedError if not_received else LostError
         return kind(f"{self._server} is lost{through}: {why}")
 
 
@@ -235,7 +239,7 @@ def _server(settings: str) -> McpServer:
 
 
 def connection(settings: Mapping[str, Any]) -> ServerTools:
-    """Make the tools that an episode has of a server, or take those that all episodes share."""
+    """Make the tools of a server for an episode, or return those that all episodes share."""
     need("env.mcp", "mcp")
     server = _server(json.dumps(settings, sort_keys=True))
     return server.shared or ServerTools(server)

@@ -24,7 +24,7 @@ from hocket.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MAX_RESULT = 4000  # characters that are kept of the output of a program
+MAX_RESULT = 4000  # characters of a program's output that are kept
 TOOLS: Registry[Callable[..., Any]] = Registry("tool")
 
 
@@ -40,8 +40,10 @@ def tool(function: F) -> F:
 
 @environment("tools")
 class Tools(Environment):
-    """The model calls tools until it answers without a call; `parser` is vLLM's word for how it
-    writes one."""
+    """The model calls tools until it answers without a call.
+
+    `parser` is vLLM's name for the form in which the model writes a call.
+    """
 
     gives_reward = False
 
@@ -111,7 +113,7 @@ class Tools(Environment):
         return {"role": "tool", "tool_call_id": name, "name": call.name, "content": content}
 
     async def _result(self, call: ToolCall) -> str | list[dict[str, Any]]:
-        """Return the result of a call, or its error as text. Raise LostError alone."""
+        """Return the result of a call, or its error as text. Only LostError is raised."""
         seconds = min(self.step_timeout_s, self._remaining_s)
         if seconds <= 0:
             return f"error: the {self._budget_s:g} s for tools are used up"

@@ -1,5 +1,5 @@
-"""Play and score episodes with an environment of the package verifiers, which asks as an agent does
-(docs/hubs.md)."""
+"""Roll out and score episodes with an environment of the package verifiers, which sends requests as
+an agent does (docs/hubs.md)."""
 
 import functools
 import inspect
