@@ -2,8 +2,8 @@
 
 Starts a server of the folder MODEL with the tool parser hermes, or asks the one at --url. Prints a line for each
 question: the client, its version, what it asked, and what it got, or why it failed. The status is 1 where one failed. A
-client that is not installed says so, and does not count as failed. The model must know chats, and have room for 2,048
-tokens; how good its answers are does not matter: tools are forced.
+client that is not installed says so, and does not count as failed. The model must know chats; how good its answers are
+does not matter: tools are forced.
 
     python3 -m venv CLIENTS
     CLIENTS/bin/pip install psutil openai anthropic openai-agents langchain-openai langchain-anthropic litellm \\
@@ -31,6 +31,7 @@ if __name__ == "__main__":
         __doc__,
         url=("", "of a server of this model that runs already, with a tool parser and no token"),
         only=("", "the clients to ask with, with commas between; default: all"),
+        length=(2048, "tokens that the server's model has room for"),
         timeout=(300.0, "seconds for the next answer of a client"),
     )
     PARSER.add_argument("model", metavar="MODEL", help="the folder of the model")
@@ -49,9 +50,13 @@ FUNCTION = ABOUT | {"parameters": PARAMETERS, "strict": True}  # without `strict
 CHAT_TOOL = {"type": "function", "function": FUNCTION}
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 MESSAGES_TOOL = ABOUT | {"input_schema": PARAMETERS, "strict": True}
-FORCED = {"type": "function", "function": {"name": "weather"}}
 MAX_TOKENS = 24
 TOOL_TOKENS = 64
+GREEDY = {"temperature": 0.0}  # a sampled word of a bad model may have no end
+FORCED_CHAT: dict[str, Any] = GREEDY | {
+    "tools": [CHAT_TOOL],
+    "tool_choice": {"type": "function", "function": {"name": "weather"}},
+}
 
 
 class Server(NamedTuple):
@@ -144,7 +149,7 @@ def openai_chat_stream(server: Server) -> str:
 @asks("openai", "chat.completions, a forced tool")
 def openai_chat_tool(server: Server) -> str:
     answer = openai_client(server).chat.completions.create(
-        model=server.model, messages=CHAT, max_completion_tokens=TOOL_TOKENS, tools=[CHAT_TOOL], tool_choice=FORCED
+        model=server.model, messages=CHAT, max_completion_tokens=TOOL_TOKENS, **FORCED_CHAT
     )
     function = answer.choices[0].message.tool_calls[0].function
     return called(function.name, function.arguments)
@@ -153,8 +158,8 @@ def openai_chat_tool(server: Server) -> str:
 @asks("openai", "chat.completions, a forced tool in a stream")
 def openai_chat_tool_stream(server: Server) -> str:
     client = openai_client(server)
-    request: Any = {"model": server.model, "messages": CHAT, "tools": [CHAT_TOOL], "tool_choice": FORCED}
-    with client.chat.completions.stream(**request, max_completion_tokens=TOOL_TOKENS) as stream:
+    request = {"model": server.model, "messages": CHAT, "max_completion_tokens": TOOL_TOKENS}
+    with client.chat.completions.stream(**request, **FORCED_CHAT) as stream:
         answer = stream.get_final_completion()
     function = answer.choices[0].message.tool_calls[0].function
     return called(function.name, function.arguments)
@@ -205,6 +210,7 @@ def openai_responses_tool(server: Server) -> str:
         max_output_tokens=TOOL_TOKENS,
         tools=[RESPONSES_TOOL],
         tool_choice={"type": "function", "name": "weather"},
+        **GREEDY,
     )
     (call,) = [item for item in answer.output if item.type == "function_call"]
     return called(call.name, call.arguments)
@@ -225,10 +231,8 @@ def messages(server: Server) -> str:
 @asks("anthropic", "messages, a stream")
 def messages_stream(server: Server) -> str:
     client = messages_client(server)
-    last = None
     with client.messages.stream(model=server.model, messages=CHAT, max_tokens=MAX_TOKENS) as stream:
-        for last in stream:
-            pass
+        *_, last = stream
         answer = stream.get_final_message()
     return described(answer.content[0].text, answer.usage.output_tokens, last)
 
@@ -246,7 +250,8 @@ def messages_count(server: Server) -> str:
 @asks("anthropic", "messages, a forced tool and its result")
 def messages_tool(server: Server) -> str:
     client = messages_client(server)
-    request: Any = {"model": server.model, "max_tokens": TOOL_TOKENS, "tools": [MESSAGES_TOOL]}
+    # The method has no argument for a temperature any more.
+    request: Any = {"model": server.model, "max_tokens": TOOL_TOKENS, "tools": [MESSAGES_TOOL], "extra_body": GREEDY}
     answer = client.messages.create(messages=CHAT, tool_choice={"type": "tool", "name": "weather"}, **request)
     (call,) = [block for block in answer.content if block.type == "tool_use"]
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
@@ -270,60 +275,59 @@ def openai_agents(server: Server) -> str:
         cities.append(city)
         return "rain"
 
-    settings = agents.ModelSettings(tool_choice="weather", max_tokens=TOOL_TOKENS)
+    settings = agents.ModelSettings(tool_choice="weather", **GREEDY)
     agent = agents.Agent(name="forecaster", model=server.model, tools=[weather], model_settings=settings)
     result = agents.Runner.run_sync(agent, QUESTION)
     tokens = result.context_wrapper.usage.output_tokens
     return f"{called('weather', {'city': cities[0]})}, {described(result.final_output, tokens)} in both answers"
 
 
-@asks("langchain-openai", "ChatOpenAI, whole and a stream")
-def langchain_chat(server: Server) -> str:
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(model=server.model, base_url=server.v1, api_key="none", max_tokens=MAX_TOKENS)
+def langchain_text(model: Any) -> str:
     answer = model.invoke(QUESTION)
     streamed = "".join(chunk.text for chunk in model.stream(QUESTION))
     return f"{described(answer.text, answer.usage_metadata['output_tokens'])} and {described(streamed, None)}"
+
+
+def langchain_call(model: Any, tool: dict[str, Any]) -> str:
+    (call,) = model.bind_tools([tool], tool_choice="weather").invoke(QUESTION).tool_calls
+    return called(call["name"], call["args"])
+
+
+def langchain_openai(server: Server, **more: Any) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(model=server.model, base_url=server.v1, api_key="none", max_tokens=TOOL_TOKENS, **more)
+
+
+def langchain_anthropic(server: Server, **more: Any) -> Any:
+    from langchain_anthropic import ChatAnthropic
+
+    return ChatAnthropic(model=server.model, base_url=server.url, api_key="none", max_tokens=TOOL_TOKENS, **more)
+
+
+@asks("langchain-openai", "ChatOpenAI, whole and a stream")
+def langchain_chat(server: Server) -> str:
+    return langchain_text(langchain_openai(server))
 
 
 @asks("langchain-openai", "ChatOpenAI, a forced tool")
 def langchain_tool(server: Server) -> str:
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(model=server.model, base_url=server.v1, api_key="none", max_tokens=TOOL_TOKENS)
-    (call,) = model.bind_tools([CHAT_TOOL], tool_choice="weather").invoke(QUESTION).tool_calls
-    return called(call["name"], call["args"])
+    return langchain_call(langchain_openai(server, **GREEDY), CHAT_TOOL)
 
 
 @asks("langchain-openai", "ChatOpenAI with responses, a forced tool")
 def langchain_responses(server: Server) -> str:
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(
-        model=server.model, base_url=server.v1, api_key="none", max_tokens=TOOL_TOKENS, use_responses_api=True
-    )
-    (call,) = model.bind_tools([CHAT_TOOL], tool_choice="weather").invoke(QUESTION).tool_calls
-    return called(call["name"], call["args"])
+    return langchain_call(langchain_openai(server, use_responses_api=True, **GREEDY), CHAT_TOOL)
 
 
 @asks("langchain-anthropic", "ChatAnthropic, whole and a stream")
 def langchain_messages(server: Server) -> str:
-    from langchain_anthropic import ChatAnthropic
-
-    model = ChatAnthropic(model=server.model, base_url=server.url, api_key="none", max_tokens=MAX_TOKENS)
-    answer = model.invoke(QUESTION)
-    streamed = "".join(chunk.text for chunk in model.stream(QUESTION))
-    return f"{described(answer.text, answer.usage_metadata['output_tokens'])} and {described(streamed, None)}"
+    return langchain_text(langchain_anthropic(server))
 
 
 @asks("langchain-anthropic", "ChatAnthropic, a forced tool")
 def langchain_messages_tool(server: Server) -> str:
-    from langchain_anthropic import ChatAnthropic
-
-    model = ChatAnthropic(model=server.model, base_url=server.url, api_key="none", max_tokens=TOOL_TOKENS)
-    (call,) = model.bind_tools([MESSAGES_TOOL], tool_choice="weather").invoke(QUESTION).tool_calls
-    return called(call["name"], call["args"])
+    return langchain_call(langchain_anthropic(server, **GREEDY), MESSAGES_TOOL)
 
 
 def litellm_answer(model: str, url: str, **more: Any) -> Any:
@@ -340,8 +344,7 @@ def litellm_openai(server: Server) -> str:
 
 @asks("litellm", "its provider openai, a forced tool")
 def litellm_tool(server: Server) -> str:
-    tools: Any = {"tools": [CHAT_TOOL], "tool_choice": FORCED}
-    answer = litellm_answer(f"openai/{server.model}", server.v1, max_tokens=TOOL_TOKENS, **tools)
+    answer = litellm_answer(f"openai/{server.model}", server.v1, max_tokens=TOOL_TOKENS, **FORCED_CHAT)
     function = answer.choices[0].message.tool_calls[0].function
     return called(function.name, function.arguments)
 
@@ -357,7 +360,6 @@ def litellm_anthropic(server: Server) -> str:
 
 
 def pydantic_answer(model: Any) -> str:
-    """Ask through pydantic-ai, whose agent takes the arguments of an output tool for the answer."""
     import pydantic_ai
 
     agent = pydantic_ai.Agent(model, model_settings={"max_tokens": MAX_TOKENS}, retries=0)
@@ -507,14 +509,9 @@ def answer_questions(pipe: Connection, package: str, server: Server) -> None:
     for text, ask in QUESTIONS[package].items():
         try:
             pipe.send((True, f"{text}: {ask(server)}"))
-        except Exception as error:
-            pipe.send((False, f"{text}: failed: {type(error).__name__}: {sentence(error)}"))
-
-
-def sentence(error: Exception) -> str:
-    """Shorten an error to one line."""
-    words = str(error).split()
-    return " ".join(words)[:400]
+        except Exception as error:  # noqa: BLE001 - of whatever client
+            reason = " ".join(str(error).split())[:400]
+            pipe.send((False, f"{text}: failed: {type(error).__name__}: {reason}"))
 
 
 def ask_with(packages: Iterable[str], server: Server, timeout: float) -> int:
@@ -528,13 +525,19 @@ def ask_with(packages: Iterable[str], server: Server, timeout: float) -> int:
             continue
         with beside(answer_questions, package, server) as pipe:
             for text in QUESTIONS[package]:
+                problem = ""
                 try:
-                    is_well, line = pipe.recv() if pipe.poll(timeout) else (False, f"{text}: no answer in {timeout:g} s")
+                    if not pipe.poll(timeout):
+                        problem = f"no answer in {timeout:g} s"
+                    else:
+                        is_well, line = pipe.recv()
                 except EOFError:
-                    is_well, line = False, f"{text}: failed: the process of the client ended"
+                    problem = "the client's process ended"
+                if problem:
+                    is_well, line = False, f"{text}: failed: {problem}"
                 print(f"{head}: {line}", flush=True)
                 num_failed += not is_well
-                if line.endswith((" s", "ended")) and not is_well:
+                if problem:  # it asks nothing more
                     break
     return num_failed
 
@@ -552,7 +555,7 @@ def main() -> int:
 
         port = free_port()
         settings = [f"model.path={folder}", f"run.dir={scratch}/run", f"server.port={port}"]
-        settings += ["server.engine={tool_call_parser: hermes}", "model.max_length=2048"]
+        settings += ["server.engine={tool_call_parser: hermes}", f"model.max_length={OPTIONS.length}"]
         with serving(settings, Path(scratch, "server.log")):
             return int(ask_with(packages, Server(f"http://127.0.0.1:{port}", folder, scratch), OPTIONS.timeout) > 0)
 
