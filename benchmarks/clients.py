@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shared import beside, parser, serving
 
@@ -41,7 +41,7 @@ QUESTION = "What is the weather in Cologne?"
 CHAT = [{"role": "user", "content": QUESTION}]
 PARAMETERS = {
     "type": "object",
-    "properties": {"city": {"type": "string"}},
+    "properties": {"city": {"type": "string", "enum": ["Cologne", "Paris"]}},  # any model comes to their ends
     "required": ["city"],
     "additionalProperties": False,
 }
@@ -51,9 +51,8 @@ CHAT_TOOL = {"type": "function", "function": FUNCTION}
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 MESSAGES_TOOL = ABOUT | {"input_schema": PARAMETERS, "strict": True}
 MAX_TOKENS = 24
-TOOL_TOKENS = 64
-GREEDY = {"temperature": 0.0}  # a sampled word of a bad model may have no end
-FORCED_CHAT: dict[str, Any] = GREEDY | {
+TOOL_TOKENS = 256
+FORCED_CHAT: dict[str, Any] = {
     "tools": [CHAT_TOOL],
     "tool_choice": {"type": "function", "function": {"name": "weather"}},
 }
@@ -210,7 +209,6 @@ def openai_responses_tool(server: Server) -> str:
         max_output_tokens=TOOL_TOKENS,
         tools=[RESPONSES_TOOL],
         tool_choice={"type": "function", "name": "weather"},
-        **GREEDY,
     )
     (call,) = [item for item in answer.output if item.type == "function_call"]
     return called(call.name, call.arguments)
@@ -250,8 +248,7 @@ def messages_count(server: Server) -> str:
 @asks("anthropic", "messages, a forced tool and its result")
 def messages_tool(server: Server) -> str:
     client = messages_client(server)
-    # The method has no argument for a temperature any more.
-    request: Any = {"model": server.model, "max_tokens": TOOL_TOKENS, "tools": [MESSAGES_TOOL], "extra_body": GREEDY}
+    request: Any = {"model": server.model, "max_tokens": TOOL_TOKENS, "tools": [MESSAGES_TOOL]}
     answer = client.messages.create(messages=CHAT, tool_choice={"type": "tool", "name": "weather"}, **request)
     (call,) = [block for block in answer.content if block.type == "tool_use"]
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
@@ -270,12 +267,12 @@ def openai_agents(server: Server) -> str:
     cities = []
 
     @agents.function_tool  # type: ignore[untyped-decorator, unused-ignore]  # it may not be installed
-    def weather(city: str) -> str:
+    def weather(city: Literal["Cologne", "Paris"]) -> str:
         """Tell the weather of a city."""
         cities.append(city)
         return "rain"
 
-    settings = agents.ModelSettings(tool_choice="weather", **GREEDY)
+    settings = agents.ModelSettings(tool_choice="weather")
     agent = agents.Agent(name="forecaster", model=server.model, tools=[weather], model_settings=settings)
     result = agents.Runner.run_sync(agent, QUESTION)
     tokens = result.context_wrapper.usage.output_tokens
@@ -293,41 +290,41 @@ def langchain_call(model: Any, tool: dict[str, Any]) -> str:
     return called(call["name"], call["args"])
 
 
-def langchain_openai(server: Server, **more: Any) -> Any:
+def langchain_openai(server: Server, max_tokens: int, **more: Any) -> Any:
     from langchain_openai import ChatOpenAI
 
-    return ChatOpenAI(model=server.model, base_url=server.v1, api_key="none", max_tokens=TOOL_TOKENS, **more)
+    return ChatOpenAI(model=server.model, base_url=server.v1, api_key="none", max_tokens=max_tokens, **more)
 
 
-def langchain_anthropic(server: Server, **more: Any) -> Any:
+def langchain_anthropic(server: Server, max_tokens: int) -> Any:
     from langchain_anthropic import ChatAnthropic
 
-    return ChatAnthropic(model=server.model, base_url=server.url, api_key="none", max_tokens=TOOL_TOKENS, **more)
+    return ChatAnthropic(model=server.model, base_url=server.url, api_key="none", max_tokens=max_tokens)
 
 
 @asks("langchain-openai", "ChatOpenAI, whole and a stream")
 def langchain_chat(server: Server) -> str:
-    return langchain_text(langchain_openai(server))
+    return langchain_text(langchain_openai(server, MAX_TOKENS))
 
 
 @asks("langchain-openai", "ChatOpenAI, a forced tool")
 def langchain_tool(server: Server) -> str:
-    return langchain_call(langchain_openai(server, **GREEDY), CHAT_TOOL)
+    return langchain_call(langchain_openai(server, TOOL_TOKENS), CHAT_TOOL)
 
 
 @asks("langchain-openai", "ChatOpenAI with responses, a forced tool")
 def langchain_responses(server: Server) -> str:
-    return langchain_call(langchain_openai(server, use_responses_api=True, **GREEDY), CHAT_TOOL)
+    return langchain_call(langchain_openai(server, TOOL_TOKENS, use_responses_api=True), CHAT_TOOL)
 
 
 @asks("langchain-anthropic", "ChatAnthropic, whole and a stream")
 def langchain_messages(server: Server) -> str:
-    return langchain_text(langchain_anthropic(server))
+    return langchain_text(langchain_anthropic(server, MAX_TOKENS))
 
 
 @asks("langchain-anthropic", "ChatAnthropic, a forced tool")
 def langchain_messages_tool(server: Server) -> str:
-    return langchain_call(langchain_anthropic(server, **GREEDY), MESSAGES_TOOL)
+    return langchain_call(langchain_anthropic(server, TOOL_TOKENS), MESSAGES_TOOL)
 
 
 def litellm_answer(model: str, url: str, **more: Any) -> Any:

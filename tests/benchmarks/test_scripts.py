@@ -26,10 +26,10 @@ ENGINE, WHOLE = [pytest.mark.engine, pytest.mark.long], [pytest.mark.e2e, pytest
 SENT = "MiB # seconds # prepare # transfer # compare #"
 TINY = "--layers 1 --hidden 64 --rounds 1"
 SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive number, *: anything)
-    "clients": (ENGINE, "checkpoints/tiny-sort --only openai,litellm --length 512", """
+    "clients": (ENGINE, "checkpoints/tiny-sort --only openai --length 512", """
         openai *: chat.completions: # tokens, *
-        openai *: responses, a stream: # tokens, *
-        litellm: not installed"""),
+        openai *: chat.completions, a forced tool: a call of weather(*
+        openai *: responses, a stream: # tokens, *"""),
     "fuzz": ([], "--number 12 --seed 11", """200: #, *
         12 requests with seed 11, slowest # s: *
         answers as before: True; 5xx or without an answer: none"""),
