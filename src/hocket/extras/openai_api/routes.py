@@ -94,7 +94,7 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
             route = Route(path, route.app, methods=["GET"])  # a mount takes any method
         app.router.routes.append(route)
     add_model_route(server, served_names(server))
-    describe(app, ROUTES)
+    describe(app, ROUTES | {"/v1/models/{name}"})
 
     # A handler of hocket's goes before vLLM's for the same error, but FastAPI's own does not.
     defaults = FastAPI().exception_handlers
