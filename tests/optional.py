@@ -70,6 +70,10 @@ GROUPS = {
     "gym": Group(["reasoning-gym"], ["tests/extras/gym/test_gym.py"], "TestWithThePackage"),
     "openenv": Group(["openenv>=0.3"], ["tests/extras/test_openenv.py"], "episode or examples"),
     "verifiers": Group(["verifiers<0.4"], ["tests/extras/verifiers/test_verifiers.py"], "TestWithThePackage"),
+    "clients": Group(
+        ["schemathesis", "anthropic", "openai-agents"],
+        ["tests/extras/agents/test_clients.py", "tests/extras/openai_api/test_schema.py"],
+    ),
     # beside torch without CUDA only torchvision without CUDA can be imported: of torch 2.13 it is 0.28
     "vision": Group(["torchvision==0.28.0+cpu"], ["tests/e2e/test_qwen_vl.py"]),
 }

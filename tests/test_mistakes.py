@@ -234,7 +234,7 @@ def check(
         command, words = "train", ["--dry-run", *words]
     if "rewards.functions" in typed:
         monkeypatch.setattr(parts.Parts, "servers_as_they_are", servers)
-        monkeypatch.setattr(parts.Parts, "_play", lambda *_: play)
+        monkeypatch.setattr(parts.Parts, "_play_by_source", lambda *_: play)
         words += ["rewards.timeout_s=1", "rollout.prompts_per_step=1", "rollout.group_size=2"]
     named = command in ("config", "ledger", "launch", "export", "select", "report") or "model.path" in typed
     assert main([command, *words, *([] if named else ["model.path=sort"])]) == 1

@@ -20,7 +20,9 @@ from PIL import Image as Pictures
 from hocket.client.server import prompt_input
 from hocket.common.vision import MAX_PIXELS, data_url, decoded
 from hocket.protocol import ReloadResponse
+from hocket.server.errors import ApiError
 from hocket.server.generate import Sampler
+from hocket.server.vision import _image_urls
 from hocket.types import Image
 from support import eyes, fakes
 from support.engines import MATRICES, MovingModel, error_of, make_adapter, tolerance
@@ -373,3 +375,42 @@ def test_an_image_looks_as_vllm_s_own_routes_decode_it(look: str) -> None:
 
     data = looks()[look]
     assert np.array_equal(np.asarray(decoded(data)), np.asarray(ImageMediaIO().load_bytes(data).media))
+
+
+def block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def test_a_tool_s_call_and_result_are_no_media() -> None:
+    text = block("text", text="rain")
+    blocks = [block("tool_use", id="1", name="f", input={"type": "image"}), block("tool_result", content=[text])]
+    messages = [{"role": "assistant", "content": [blocks[0], block("redacted_thinking", data="a")]}]
+    messages += [{"role": "user", "content": [blocks[1], block("tool_result", content="rain")]}]
+    items = [block("reasoning", summary=[block("summary_text", text="a")], content=[block("reasoning_text", text="a")])]
+    items += [block("function_call", arguments="{}"), block("function_call_output", output=[block("input_text")])]
+    items += [block("function_call_output", output="rain"), block("message", content=[block("output_text")])]
+    assert list(_image_urls({"messages": messages})) == []
+    assert list(_image_urls({"input": items})) == []
+    assert list(_image_urls({"input": "What do you see?"})) == []
+
+
+AWAY = "http://169.254.169.254/latest/meta-data"
+UNCHECKED = {
+    "a medium in a tool's result": {
+        "messages": [{"content": [block("tool_result", content=[block("image", source={"type": "url", "url": AWAY})])]}]
+    },
+    "a medium in a response's input": {"input": [{"content": [block("input_image", image_url=AWAY)]}]},
+    "a medium in a function's output": {
+        "input": [block("function_call_output", output=[block("input_image", image_url=AWAY)])]
+    },
+    "a picture of the screen": {
+        "input": [block("computer_call_output", output=block("computer_screenshot", image_url=AWAY))]
+    },
+}
+
+
+@pytest.mark.parametrize("place", UNCHECKED)
+def test_a_medium_that_vllm_would_load_by_itself_is_refused_wherever_it_stands(place: str) -> None:
+    with pytest.raises(ApiError, match="is neither text nor an image") as refused:
+        list(_image_urls(UNCHECKED[place]))
+    assert refused.value.status == 422

@@ -20,8 +20,16 @@ from hocket.types import Image
 
 REQUEST_IMAGES: ContextVar[Sequence[bytes]] = ContextVar("images", default=())
 """The image files in the chat request that is being served."""
-TEXT_TYPES = ["text", "input_text", "output_text", "refusal", "thinking", "tool_reference"]
-"""vLLM's types of parts of a message that hold text and no medium."""
+TEXT_TYPES = [
+    *("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"),
+    *("thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference"),
+    *("tool_addition", "tool_removal"),
+]
+"""vLLM's types of parts of a message that hold no medium; the content of a tool's result may."""
+MESSAGES = ("messages", "input")
+"""The fields of a body that hold a chat, by route."""
+PARTS = ("content", "output", "summary")
+"""The fields of a message that hold its parts, by its type."""
 PIXEL_OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")
 """vLLM's options that give the model other pixels than a trainer would."""
 _PART = pydantic.TypeAdapter(ImagePart)
@@ -156,25 +164,36 @@ def _checked(image_reader: ImageReader, content: bytes) -> tuple[list[bytes], by
 
 def _image_urls(body: Any) -> Iterator[dict[str, Any]]:
     """Yield the field image_url of each image in a chat. Raises ApiError for unchecked media."""
-    for message in _items(body, "messages"):
-        for part in _items(message, "content"):
-            if not isinstance(part, dict):
-                continue
-            # In a part with a uuid vLLM ignores the type, and looks for media in all fields. The
-            # uuid stands for the hash of the image: vLLM's caches would mix up images with one uuid.
-            if part.get("type") in TEXT_TYPES and "uuid" not in part:
-                continue
-            try:
-                _PART.validate_python(part)
-            except pydantic.ValidationError as error:
-                kind = f"{part.get('type')!r:.60}"
-                message_text = f"messages: a part of type {kind} is neither text nor an image"
-                hint = (
-                    'an image is {"type": "image_url", "image_url": {"url": '
-                    '"data:image/png;base64,..."}}, no more'
-                )
-                raise invalid(message_text, hint) from error
-            yield part["image_url"]
+    for key in MESSAGES:
+        for message in _items(body, key):
+            for part in _parts(message):
+                # In a part with a uuid vLLM ignores the type, and looks for media in all fields. The
+                # uuid stands for the image's hash: vLLM's caches would mix up images with one uuid.
+                if part.get("type") in TEXT_TYPES and "uuid" not in part:
+                    continue
+                try:
+                    _PART.validate_python(part)
+                except pydantic.ValidationError as error:
+                    kind = f"{part.get('type')!r:.60}"
+                    message_text = f"{key}: a part of type {kind} is neither text nor an image"
+                    hint = (
+                        'an image is {"type": "image_url", "image_url": {"url": '
+                        '"data:image/png;base64,..."}}, no more, in /v1/chat/completions'
+                    )
+                    raise invalid(message_text, hint) from error
+                yield part["image_url"]
+
+
+def _parts(message: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a message, and those inside of a tool's result."""
+    for key in PARTS:
+        parts = _items(message, key)
+        if isinstance(message, dict) and isinstance(message.get(key), dict):
+            parts = [message[key]]  # the output of some tools is a single part
+        for part in parts:
+            for nested in (part, *_items(part, "content")):
+                if isinstance(nested, dict):
+                    yield nested
 
 
 def _items(container: Any, key: str) -> list[Any]:

@@ -112,6 +112,10 @@ async def test_requests_reach_vllm_s_routes_with_their_session_and_its_model(doo
     body = {"model": "the model", "messages": [], "n": 1}
     assert answer == {"route": "chat/completions", "body": body, "session": session.id}
     assert (await client.get(f"{url}/models")).json()["session"] == session.id
+    for limit in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        for wanted, gets in ((99_999, 8), (8, 8), (3, 3), ("many", "many")):
+            answer = (await client.post(f"{url}/responses", json={limit: wanted})).json()
+            assert answer["body"] == {"model": "the model", limit: gets}
     plain = (await client.post("/v1/completions", json={"n": 2})).json()
     assert plain == {"route": "completions", "body": {"n": 2}, "session": None}
     reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)

@@ -94,6 +94,11 @@ class OpenSession:
         return [call.request_id for call in self._running]
 
     @property
+    def max_tokens(self) -> int:
+        """The most tokens of a call."""
+        return self._request.sampling.max_tokens
+
+    @property
     def idle(self) -> bool:
         return not self._running and time.monotonic() - self.used > self._request.idle_timeout_s
 
@@ -285,15 +290,18 @@ class Forward:
             advice = f"it has {', '.join(ROUTES)}"
             raise ApiError(404, "not_found", f"a session has no {request}", advice)
         message = await receive()  # it has the whole body, if there is one
-        message["body"] = await run_in_thread(self._checked, message["body"])
+        message["body"] = await run_in_thread(self._checked, message["body"], session)
         sample = functools.partial(recording, session, self._sampler)
         vllm_api.SAMPLE.set(sample)  # in the request's own context (main.http_server)
         inner = dict(scope)
         inner.update(path=route, raw_path=route.encode())
         await self._app(inner, replay(message, receive), _watched(send, session))
 
-    def _checked(self, content: bytes) -> bytes:
-        """Return a body with the model's name. Raises ApiError where it can't be recorded."""
+    def _checked(self, content: bytes, session: OpenSession) -> bytes:
+        """Return a body with the model's name, and a limit that the session allows.
+
+        Raises ApiError where it can't be recorded.
+        """
         body = json.loads(content or "null")
         if not isinstance(body, dict):
             return content  # vLLM says what is wrong with it
@@ -303,6 +311,10 @@ class Forward:
         if wrong:
             reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
             raise ApiError(400, "not_recorded", reason, "leave it out")
+        # Agents ask for many more tokens than the model has room for, which vLLM would refuse.
+        for name in LIMITS:
+            if isinstance(body.get(name), int):
+                body[name] = min(body[name], session.max_tokens)
         return json.dumps(body | {"model": self._model}).encode()
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from fastapi import Request
 
-from hocket.protocol import ErrorResponse
 from hocket.server.errors import ApiError
 from hocket.server.parts import Server
 
@@ -17,9 +16,7 @@ def served_names(server: Server) -> list[str]:
 def add_model_route(server: Server, names: list[str]) -> None:
     """Add GET /v1/models/NAME, which vLLM lacks; a name may have slashes."""
 
-    refusals: dict[int | str, dict[str, Any]] = {404: {"model": ErrorResponse}}
-
-    @server.app.get("/v1/models/{name:path}", tags=["models"], responses=refusals)
+    @server.app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str, request: Request) -> dict[str, Any]:
         """Describe the served model."""
         require_name(name, names)

@@ -93,7 +93,7 @@ def add_routes(server: Server, theirs: FastAPI) -> None:
             )
         app.router.routes.append(route)
     add_model_route(server, served_names(server))
-    describe(app, ROUTES)
+    describe(app, ROUTES | {"/v1/models/{name}"})
 
     # A handler of hocket's goes before vLLM's for the same error, but FastAPI's own does not.
     defaults = FastAPI().exception_handlers
