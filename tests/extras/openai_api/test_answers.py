@@ -39,7 +39,7 @@ class Engine:
 
 
 def strangers(max_requests: int = 2) -> Strangers:
-    return Strangers(SimpleNamespace(engine=idle_engine(), max_requests=max_requests))  # type: ignore[arg-type]
+    return Strangers(SimpleNamespace(engine=idle_engine(), app=FastAPI(), max_requests=max_requests))  # type: ignore[arg-type]
 
 
 def params(*, stream: bool) -> Any:
@@ -61,6 +61,13 @@ async def test_a_request_that_a_weight_sync_aborts_before_its_first_output_is_sa
     engine = Engine([ABORTED], [ABORTED], [output("whole", 2, finish="stop")])
     assert await sampled(engine, stream=stream) == ["whole"]
     assert engine.ids == ["id", "id-again1", "id-again2"]
+
+
+async def test_a_request_that_is_aborted_again_and_again_ends_with_a_503() -> None:
+    engine = Engine(*[[ABORTED]] * 8)
+    with pytest.raises(ApiError, match="ended 8 attempts") as raised:
+        await sampled(engine, stream=False)
+    assert (raised.value.status, len(engine.ids)) == (503, 8)
 
 
 async def test_a_stream_that_is_aborted_later_ends_with_a_503_that_names_the_setting() -> None:

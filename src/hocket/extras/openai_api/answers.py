@@ -30,6 +30,8 @@ T = TypeVar("T")
 ANSWER: ContextVar["ClientAnswer | None"] = ContextVar("answer", default=None)
 """The answer to the request that is being served."""
 
+MAX_ATTEMPTS = 8
+"""How often a request is sampled that weight syncs abort."""
 MAX_STORED = 1000
 """Responses that a client can ask for again, by their ids."""
 FIELD = "weight_versions"
@@ -147,11 +149,12 @@ async def sample_again(
 ) -> AsyncGenerator[Any, None]:
     """Yield the outputs of a request; one that a weight sync aborts at its start begins again.
 
-    Raises ApiError (503) where outputs were already yielded: they can't be taken back.
+    Raises ApiError (503) where outputs were already yielded, which can't be taken back, and where
+    weights come faster than the request can be sampled.
     """
+    hint = "send the request again, or set sync.in_flight=keep"
     async with strangers.slots:
-        attempt = 0
-        while True:
+        for attempt in range(MAX_ATTEMPTS):
             has_yielded = False
             is_aborted = False
             attempt_id = f"{request_id}-again{attempt}" if attempt else request_id
@@ -166,9 +169,9 @@ async def sample_again(
                 return
             if has_yielded:
                 message = "new weights came (sync.in_flight=abort) and ended this stream"
-                hint = "send the request again, or set sync.in_flight=keep"
                 raise ApiError(503, "aborted", message, hint)
-            attempt += 1
+    message = f"new weights came (sync.in_flight=abort) and ended {MAX_ATTEMPTS} attempts at this"
+    raise ApiError(503, "aborted", message, hint)
 
 
 class Recent(dict[str, T]):

@@ -22,6 +22,7 @@ class Strangers:
     def __init__(self, server: Server) -> None:
         at_once = int(server.engine.llm.vllm_config.scheduler_config.max_num_seqs)
         self.slots = asyncio.Semaphore(int(AHEAD * at_once))
+        self._state = server.app.state
         self._max_requests = server.max_requests
         self._num_requests = 0
 
@@ -33,8 +34,13 @@ class Strangers:
             hint = "send it again later, or raise server.max_requests"
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise ApiError(429, "too_many_requests", message, hint, headers)
-        self._num_requests += 1
+        self._count(1)
         try:
             yield
         finally:
-            self._num_requests -= 1
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        """Change the number of requests, which vLLM's route /load answers."""
+        self._num_requests += change
+        self._state.server_load_metrics = self._num_requests

@@ -50,7 +50,6 @@ async def _start(server: Server) -> None:
         handler.addFilter(hide_known)
     llm = server.engine.llm
     arguments = app_arguments(server.arguments)
-    arguments.enable_server_load_tracking = True  # GET /load counts requests
     tasks = await llm.get_supported_tasks()
     add_routes(server, vllm_app(arguments, tasks, llm.model_config))
     state = server.app.state
