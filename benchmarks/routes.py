@@ -63,21 +63,25 @@ ROUTES = {
 """By name: hocket's route, plain vLLM's, and whether they stream."""
 
 
-def body_of(route: str, prompt: Sequence[int], options: argparse.Namespace, stream: bool) -> dict[str, Any]:
-    """The body of one request, which asks for exactly `max_tokens` tokens where no token ends an answer."""
+def body_of(
+    route: str, prompt: Sequence[int], options: argparse.Namespace, stream: bool, ends_late: bool
+) -> dict[str, Any]:
+    """The body of one request; where it `ends_late`, no token ends the answer before `max_tokens`."""
     if route == "/generate":
         return {"prompts": [prompt], "sampling": {"max_tokens": options.max_tokens, "seed": 1}}
     asked = {"messages": CHAT} if "chat" in route else {"prompt": prompt}
-    return {**asked, "max_tokens": options.max_tokens, "seed": 1, "stream": stream}
+    return {**asked, "max_tokens": options.max_tokens, "seed": 1, "stream": stream, "ignore_eos": ends_late}
 
 
-async def load(url: str, route: str, options: argparse.Namespace, stream: bool, seed: int) -> tuple[float, list[float]]:
+async def load(
+    url: str, route: str, options: argparse.Namespace, stream: bool, ends_late: bool, seed: int
+) -> tuple[float, list[float]]:
     """Ask with all requests. Returns the seconds of all, and of each."""
     draw = random.Random(seed)
     bodies = []
     for _ in range(options.requests):
         prompt = [draw.randrange(3, 90) for _ in range(PROMPT_TOKENS)]
-        bodies.append(body_of(route, prompt, options, stream))
+        bodies.append(body_of(route, prompt, options, stream, ends_late))
     seconds: list[float] = []
     limits = httpx.Limits(max_connections=options.at_once)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
@@ -108,7 +112,7 @@ async def measure(ours: str, plain: str, options: argparse.Namespace) -> None:
             turns = [("ours", ours, route), ("plain", plain, plain_route)]
             results = {}
             for side, url, asked in turns if number % 2 else reversed(turns):
-                results[side] = await load(url, asked, options, stream, number)
+                results[side] = await load(url, asked, options, stream, route == plain_route, number)
             if number == 0:
                 continue
             (our_s, our_each), (plain_s, plain_each) = results["ours"], results["plain"]

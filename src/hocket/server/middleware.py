@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
@@ -18,10 +18,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.common.machine import is_any
-from hocket.common.tasks import cancel
+from hocket.common.tasks import cancel, run_in_thread
 from hocket.server.errors import ApiError
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MAX_BODY_BYTES = 64 << 20
+SMALL_BODY_BYTES = 32 << 10
+"""A thread costs more time than reading such a body, which takes less than a millisecond."""
 BODY_TIMEOUT_S = 60.0  # seconds for a whole body to arrive
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
@@ -141,6 +146,15 @@ class Guard:
             hint = "send it again, or in parts over a faster connection"
             raise ApiError(408, "body_timeout", text, hint) from None
         return bytes(body)
+
+
+async def read_body(
+    function: Callable[Concatenate[bytes, P], T], body: bytes, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Call a function that reads a body: at once for a small one, in a thread for a larger one."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return function(body, *args, **kwargs)
+    return await run_in_thread(function, body, *args, **kwargs)
 
 
 def _plain(scope: Scope) -> Scope:

@@ -15,6 +15,7 @@ from hocket.common.vision import check_all, data_url, decoded, fetched, file_nam
 from hocket.protocol import ImagePart
 from hocket.server import vllm_requests
 from hocket.server.errors import ApiError, invalid
+from hocket.server.middleware import read_body
 from hocket.server.parts import CLIENT_PATHS, Server, server_part
 from hocket.types import Image
 
@@ -134,23 +135,30 @@ def install(server: Server) -> None:
     async def check(path: str, content: bytes) -> bytes | None:
         if not content:
             return None
-        files, content = await run_in_thread(_checked, image_reader, content)
+        body, image_urls = await read_body(_read_chat, content)
+        if not image_urls:
+            return None
+        files, content = await run_in_thread(_with_files, image_reader, body, image_urls)
         REQUEST_IMAGES.set(files)
         return content
 
     server.guard.checks.append((CLIENT_PATHS, check))
 
 
-def _checked(image_reader: ImageReader, content: bytes) -> tuple[list[bytes], bytes]:
-    """Check the images in the body of a chat request. Raises ApiError.
+def _read_chat(content: bytes) -> tuple[Any, list[dict[str, Any]]]:
+    """Read the body of a chat request, and list the fields image_url in it. Raises ApiError."""
+    body = json.loads(content)
+    return body, list(_image_urls(body))
+
+
+def _with_files(
+    image_reader: ImageReader, body: dict[str, Any], image_urls: Sequence[dict[str, Any]]
+) -> tuple[list[bytes], bytes]:
+    """Check the images of a chat request. Raises ApiError.
 
     Returns the image files, and the body with the files in place of their URLs, so that vLLM loads
     nothing from the network.
     """
-    body = json.loads(content)
-    image_urls = list(_image_urls(body))
-    if not image_urls:
-        return [], content
     urls = [image_url["url"] for image_url in image_urls]
     files = [data for data, _ in image_reader.open_images(urls, "messages")]
     refused_options = [name for name in PIXEL_OPTIONS if body.get(name)]

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.common.redaction import SESSION_KEY
-from hocket.common.tasks import run_in_thread, seed_of
+from hocket.common.tasks import seed_of
 from hocket.protocol import (
     AgentCall,
     AgentRecord,
@@ -34,7 +34,7 @@ from hocket.protocol import (
 from hocket.server import vllm_api, vllm_requests
 from hocket.server.errors import ApiError, check_finite
 from hocket.server.generate import Sampler
-from hocket.server.middleware import replay
+from hocket.server.middleware import read_body, replay
 from hocket.server.parts import Server, router, server_part
 from hocket.types import Image
 
@@ -290,7 +290,7 @@ class Forward:
             advice = f"it has {', '.join(ROUTES)}"
             raise ApiError(404, "not_found", f"a session has no {request}", advice)
         message = await receive()  # it has the whole body, if there is one
-        message["body"] = await run_in_thread(self._checked, message["body"], session)
+        message["body"] = await read_body(self._checked, message["body"], session)
         sample = functools.partial(recording, session, self._sampler)
         vllm_api.SAMPLE.set(sample)  # in the request's own context (main.http_server)
         inner = dict(scope)

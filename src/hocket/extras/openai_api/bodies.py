@@ -13,11 +13,11 @@ import pydantic_core
 from fastapi import Request
 from fastapi.responses import Response
 
-from hocket.common.tasks import run_in_thread
 from hocket.errors import cause_of
 from hocket.extras.openai_api.models import require_name, served_names
 from hocket.protocol import FAIL_FAST, MAX_PROMPTS, MAX_SAMPLES, TokenId
 from hocket.server.errors import ApiError, check_count, invalid
+from hocket.server.middleware import read_body
 from hocket.server.parts import CLIENT_PATHS, Server
 
 logger = logging.getLogger("hocket")
@@ -46,7 +46,7 @@ def install(server: Server) -> None:
         # An agent may ask for any model; its session answers with the one that is trained.
         names = [] if path.startswith("/sessions/") else served_names(server)
         if content:
-            await run_in_thread(_check, content, names)
+            await read_body(_check, content, names)
 
     server.guard.checks.append((CLIENT_PATHS, check))
 
