@@ -120,7 +120,8 @@ class ServerConfig(Section):
     silence_s: float = Field(60.0, gt=0)
     """Seconds of silence until a server is lost."""
     max_requests: int = Field(1024, ge=1)
-    """Requests to /v1 that are answered or wait at once; further ones get 429."""
+    """Requests for completions, chat, messages or responses that are answered or wait at once;
+    further ones get 429."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that share one copy of the model."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)

@@ -41,14 +41,14 @@ class ApiError(HocketError):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self._headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
+        self.headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
         message = encodable(message[:2000])
         self.body = ErrorBody(code=code, message=message, hint=encodable(hint[:2000]))
 
     def response(self) -> JSONResponse:
         """Make the answer to the request."""
         content = ErrorResponse(error=self.body).model_dump()
-        return JSONResponse(content, status_code=self.status, headers=self._headers)
+        return JSONResponse(content, status_code=self.status, headers=self.headers)
 
 
 def invalid(message: str, hint: str, *, code: str = "invalid_request") -> ApiError:

@@ -179,7 +179,8 @@ def _admitting_llm(num_slots: int) -> Any:
                 if not params.ignore_eos:
                     stop_token_ids.extend(self.end_ids)
                 stop_token_ids.extend(self.always_end_ids)
-                params.stop_token_ids = stop_token_ids
+                # vLLM's beam search calls with the same parameters again and again.
+                params.stop_token_ids = list(dict.fromkeys(stop_token_ids))
                 return self.admitted(vllm_generate(prompt, params, request_id, **kwargs))
 
             sample = SAMPLE.get()

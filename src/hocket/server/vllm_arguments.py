@@ -80,7 +80,7 @@ def import_vllm() -> None:
 def refuse_variables() -> None:
     """Refuse environment variables that vLLM can't use. Raises ConfigError.
 
-    These are variables that vLLM can't read, and a VLLM_HOST_IP of another machine.
+    These are variables that vLLM can't read, a VLLM_HOST_IP of another machine, and VLLM_API_KEY.
     """
     from vllm import envs
 
@@ -93,6 +93,11 @@ def refuse_variables() -> None:
             raise ConfigError(f"{reason}; unset it, or correct it") from error
         if name == "VLLM_HOST_IP" and value and not is_here(value):
             raise ConfigError(f"VLLM_HOST_IP={value} is no address of this machine: unset it")
+        if name == "VLLM_API_KEY" and value:
+            raise ConfigError(
+                "VLLM_API_KEY would have vLLM's routes want a second key: unset it, and set "
+                "HOCKET_TOKEN, which all routes want"
+            )
 
 
 def engine_arguments(config: Config) -> Namespace:

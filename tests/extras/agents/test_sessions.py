@@ -271,3 +271,15 @@ def test_calls_of_the_responses_and_messages_routes_are_recorded_as_those_of_cha
         assert_sampled(server.model, call.prompt_token_ids, done.token_ids, done.logprobs, 0.8)
     assert too_long.status_code == 400, too_long.text
     assert server.record_of(session_id).cut_off
+
+
+async def test_an_agent_goes_on_from_no_response_but_its_own(door: Any) -> None:
+    client, store = door
+    session, other = store.open(REQUEST), store.open(REQUEST)
+    other.begin([1], 4, "resp_other")
+    session.begin([1], 4, "resp_own")
+    url = f"/sessions/{session.id}/v1/responses"
+    refused = await client.post(url, json={"input": "a", "previous_response_id": "resp_other"})
+    assert error_of(refused) == (404, "no_response")
+    answer = await client.post(url, json={"input": "a", "previous_response_id": "resp_own"})
+    assert answer.json()["route"] == "responses"

@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from hocket.common.tasks import cancel
-from hocket.extras.openai_api.answers import ENDS, Recent, Responses, SampledRoute, in_settings, sample_again
+from hocket.extras.openai_api.answers import (
+    ENDS,
+    ClientAnswer,
+    Recent,
+    Responses,
+    SampledRoute,
+    in_settings,
+    sample_again,
+)
 from hocket.extras.openai_api.limits import Strangers
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError
@@ -45,7 +54,7 @@ def strangers(max_requests: int = 2) -> Strangers:
 def params(*, stream: bool) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
-    return SimpleNamespace(output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
+    return SimpleNamespace(output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY, n=1)
 
 
 async def sampled(engine: Engine, *, stream: bool, bound: Strangers | None = None) -> list[str]:
@@ -242,6 +251,62 @@ async def test_one_request_too_many_is_told_when_to_come_again() -> None:
         assert (await http.post("/v1/completions", json={})).json() == ["a"]  # no JSON object: it has no field
 
 
+async def test_a_request_takes_a_slot_for_each_of_its_sequences_and_gives_back_what_it_took() -> None:
+    """Five slots: four sequences at once of the fake engine, and a quarter more."""
+    bound, events = strangers(), list[str]()
+
+    async def hold(name: str, number: int, until: asyncio.Event) -> None:
+        async with bound.slots(number):
+            events.append(name)
+            await until.wait()
+
+    first, never = asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(hold("three", 3, first))
+    await asyncio.sleep(0)
+    leaving = asyncio.create_task(hold("left", 3, never))  # has two of its three, and leaves
+    waiting = asyncio.create_task(hold("ninety", 90, first))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert events == ["three"]
+    leaving.cancel()
+    first.set()
+    await asyncio.gather(running, waiting)
+    assert events == ["three", "ninety"]
+    assert leaving.cancelled()
+    async with asyncio.timeout(1), bound.slots(5):
+        pass
+
+
+async def test_a_client_that_does_not_read_its_stream_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.extras.openai_api.answers.SEND_TIMEOUT_S", 0.0)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    answer = ClientAnswer(send, "/v1/completions", idle_engine())
+    headers = [(b"content-type", b"text/event-stream")]
+    answer._engine._condition = SimpleNamespace(version=7)  # type: ignore[assignment]
+    await answer.send({"type": "http.response.start", "status": 200, "headers": headers})
+    with pytest.raises(ClientDisconnect):
+        await answer.send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+
+
+async def test_one_message_too_many_is_told_so_in_the_form_of_its_protocol() -> None:
+    app = FastAPI()
+    bound = strangers(max_requests=1)
+
+    @app.post("/v1/messages")
+    async def create() -> list[str]:
+        return await texts(app)
+
+    async with asking(named(app, "/v1/messages", [], bound)) as http:
+        with bound.request():
+            answer = await http.post("/v1/messages", json={})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
 def test_only_events_that_end_something_are_looked_into() -> None:
     begin = b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"output_tokens":0}}}'
     counted = b'data: {"choices":[{"finish_reason":null}],"usage":{"total_tokens":2}}'  # continuous_usage_stats
@@ -307,7 +372,7 @@ def test_flags_become_settings() -> None:
 
 async def test_a_client_that_leaves_keeps_no_slot_whether_it_waits_for_one_or_has_it() -> None:
     bound = strangers()
-    bound.slots = asyncio.Semaphore(1)
+    bound._free, bound._num_slots = asyncio.Semaphore(1), 1
     begun, blocked = asyncio.Event(), asyncio.Event()
 
     async def endless(params: Any, request_id: str) -> AsyncGenerator[Any, None]:
@@ -323,9 +388,9 @@ async def test_a_client_that_leaves_keeps_no_slot_whether_it_waits_for_one_or_ha
     await begun.wait()
     waiting = asyncio.create_task(ask())
     await asyncio.sleep(0)
-    assert bound.slots.locked()
+    assert bound._free.locked()
     await cancel((waiting,))
-    assert bound.slots.locked()
+    assert bound._free.locked()
     await cancel((first,))
-    assert not bound.slots.locked()
+    assert not bound._free.locked()
     assert await sampled(Engine([output("b", 1, finish="stop")]), stream=False, bound=bound) == ["b"]

@@ -96,3 +96,23 @@ async def test_bodies_that_would_hurt_are_refused_in_our_form(http: httpx.AsyncC
         error = answer.json()["error"]
         assert all(isinstance(error[key], str) and error[key] for key in ("code", "message", "hint"))
         assert len(answer.content) < 1000
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"input": "a", "request_id": "b"}, 400),
+        ({"input": "a" * (300 << 10)}, 413),
+        ({"input": "a" * (300 << 10), "store": False}, 200),
+        ({"input": "a"}, 200),
+    ],
+)
+async def test_a_stored_response_has_no_id_of_its_client_and_a_small_request(
+    http: httpx.AsyncClient, body: dict[str, Any], status: int
+) -> None:
+    assert (await http.post("/v1/responses", json=body)).status_code == status
+
+
+async def test_a_path_with_a_newline_reaches_no_route(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions%0A", content=b'{"prompt": "a", "n": 10000}')
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_path")

@@ -311,6 +311,11 @@ class Forward:
         if wrong:
             reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
             raise ApiError(400, "not_recorded", reason, "leave it out")
+        # A response of another session would bring its chat into this one.
+        previous = body.get("previous_response_id")
+        if previous is not None and previous not in {call.answer_id for call in session.calls}:
+            message = f"this session has no response {str(previous)[:100]!r}"
+            raise ApiError(404, "no_response", message, "go on from one of this session's own")
         # Agents ask for many more tokens than the model has room for, which vLLM would refuse.
         for name in LIMITS:
             if isinstance(body.get(name), int):

@@ -5,6 +5,7 @@ a choice or the answer. The header `x-weight-version` has the same numbers. A st
 before its tokens: it has the version that the engine held as the stream began.
 """
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -15,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,10 +31,14 @@ T = TypeVar("T")
 ANSWER: ContextVar["ClientAnswer | None"] = ContextVar("answer", default=None)
 """The answer to the request that is being served."""
 
+SEND_TIMEOUT_S = 60.0
+"""Seconds for a client to read a part of a stream: until then it holds slots of the engine."""
 MAX_ATTEMPTS = 8
 """How often a request is sampled that weight syncs abort."""
 MAX_STORED = 1000
 """Responses that a client can ask for again, by their ids."""
+FALSE = ("false", "0", "no", "off", "f", "n")
+"""The words that vLLM reads as false in a query."""
 FIELD = "weight_versions"
 HEADER = "x-weight-version"
 ENDS = re.compile(
@@ -41,7 +46,11 @@ ENDS = re.compile(
     rb"event: message_(delta|stop)\n"
 )
 """A part of each event that ends a choice or the answer. The event of its usage has no choices."""
-ANTHROPIC_KINDS = {400: "invalid_request_error", 503: "overloaded_error"}
+ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 """Kinds of errors of the messages API, by status."""
 FLAG = re.compile(rb"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 """A flag of vLLM's command line, which a user of hocket can't give."""
@@ -75,7 +84,10 @@ class SampledRoute:
         sample = vllm_api.SAMPLE.get()
         with contextlib.ExitStack() as stack:
             if sample is None:  # no trainer's agent
-                stack.enter_context(self._strangers.request())
+                try:
+                    stack.enter_context(self._strangers.request())
+                except ApiError as error:
+                    return await answer.fail(error)
                 sample = functools.partial(sample_again, self._strangers)
             note = functools.partial(noted, answer, self._remembered, sample)
             vllm_api.SAMPLE.set(note)
@@ -84,7 +96,7 @@ class SampledRoute:
                 await self._app(scope, receive, answer.send)
             except Exception as failure:
                 # Once a route has begun a stream, no handler of errors can answer for it.
-                if not answer.has_begun:
+                if not answer.has_begun or isinstance(failure, ClientDisconnect):
                     raise
                 answer.error = answer.error or _failure(failure)
                 await answer.fail(answer.error)
@@ -92,7 +104,7 @@ class SampledRoute:
     async def _read_again(self, scope: Scope, receive: Receive, answer: "ClientAnswer") -> None:
         """Answer with a stored response, whose id is the engine's, too."""
         # vLLM would begin the stream, and then fail: it keeps no events of such a response.
-        if Request(scope).query_params.get("stream", "false").lower() not in ("false", "0"):
+        if Request(scope).query_params.get("stream", "false").lower() not in FALSE:
             message = "a response is streamed only while it is sampled"
             raise ApiError(400, "no_stream", message, "leave out stream, and read it whole")
         answer.versions.update(self._remembered.get(scope["path_params"]["response_id"], ()))
@@ -115,7 +127,8 @@ def noted(
     A request that `sample` refuses is refused here, before a stream begins.
     """
     # vLLM adds the number of the request to the id of a response; other ids are not asked for.
-    remembered[request_id.rpartition("_")[0]] = answer.versions
+    if request_id.startswith("resp_"):
+        remembered[request_id.rpartition("_")[0]] = answer.versions
     try:
         outputs = sample(generate, prompt, params, request_id)
     except ApiError as error:
@@ -153,7 +166,7 @@ async def sample_again(
     weights come faster than the request can be sampled.
     """
     hint = "send the request again, or set sync.in_flight=keep"
-    async with strangers.slots:
+    async with strangers.slots(params.n):
         for attempt in range(MAX_ATTEMPTS):
             has_yielded = False
             is_aborted = False
@@ -232,7 +245,7 @@ class ClientAnswer:
             if is_last:
                 body += self._rest
             await self._begin()
-            await self._send({**message, "body": body})
+            await self._send_in_time({**message, "body": body})
         elif not is_last:
             self._rest = body
         elif self.error is not None:
@@ -241,6 +254,15 @@ class ClientAnswer:
             body = self._whole(body)
             await self._begin(len(body))
             await self._send({"type": "http.response.body", "body": body})
+
+    async def _send_in_time(self, message: Message) -> None:
+        """Send a part of a stream. Raises ClientDisconnect where the client does not read it."""
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._send(message)
+        except TimeoutError:
+            self._has_ended = True
+            raise ClientDisconnect from None
 
     @property
     def has_begun(self) -> bool:
@@ -256,7 +278,7 @@ class ClientAnswer:
             return
         response = error.response()
         if self._path.endswith("/messages"):
-            response = JSONResponse(anthropic_error(error), error.status)
+            response = JSONResponse(anthropic_error(error), error.status, error.headers)
         await self._send(
             {"type": "http.response.start", "status": error.status, "headers": response.raw_headers}
         )

@@ -23,6 +23,7 @@ from hocket.server.parts import CLIENT_PATHS, Server
 logger = logging.getLogger("hocket")
 
 MAX_BYTES = 16 << 20
+MAX_STORED_BYTES = 256 << 10  # of a request whose response stays in memory
 MAX_VALUES = 20_000
 """Most values in one body: texts, numbers, lists and objects. Prompts have limits of their own."""
 _TokenIds = Annotated[list[TokenId], FAIL_FAST]
@@ -46,7 +47,7 @@ def install(server: Server) -> None:
         # An agent may ask for any model; its session answers with the one that is trained.
         names = [] if path.startswith("/sessions/") else served_names(server)
         if content:
-            await read_body(_check, content, names)
+            await read_body(_check, content, names, is_stored=path.endswith("/v1/responses"))
 
     server.guard.checks.append((CLIENT_PATHS, check))
 
@@ -64,7 +65,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     return ApiError(500, "internal", message, "the server's log says more").response()
 
 
-def _check(content: bytes, names: list[str]) -> None:
+def _check(content: bytes, names: list[str], *, is_stored: bool = False) -> None:
     """Raise ApiError for a body that vLLM should not see. vLLM itself checks the fields' values."""
     if len(content) > MAX_BYTES:
         message = f"the body is larger than {MAX_BYTES >> 20} MiB"
@@ -83,6 +84,8 @@ def _check(content: bytes, names: list[str]) -> None:
         # An empty name stands for the served model, as no name does.
         if name and isinstance(name, str) and names:
             require_name(name, names)
+        if is_stored:
+            _check_stored(content, body)
         if body.get("background"):
             message = (
                 "background: an answer that is fetched later can't be cancelled with its client"
@@ -90,6 +93,16 @@ def _check(content: bytes, names: list[str]) -> None:
             hint = "leave it out, and wait for the answer or stream it"
             raise ApiError(400, "no_background", message, hint)
         _check_values([value for name, value in body.items() if name != "prompt"])
+
+
+def _check_stored(content: bytes, body: dict[str, Any]) -> None:
+    """Raise ApiError for a request of a response that would take much memory, or another's id."""
+    if "request_id" in body:
+        message = "request_id: the server gives each response an id of its own"
+        raise ApiError(400, "own_id", message, "leave it out")
+    if len(content) > MAX_STORED_BYTES and body.get("store") is not False:
+        message = f"a request whose response is stored may have {MAX_STORED_BYTES >> 10} KiB"
+        raise ApiError(413, "body_too_large", message, 'send "store": false, or less at a time')
 
 
 def _check_prompts(body: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from hocket.server.errors import ApiError
 from hocket.server.parts import Server
@@ -21,7 +21,9 @@ class Strangers:
 
     def __init__(self, server: Server) -> None:
         at_once = int(server.engine.llm.vllm_config.scheduler_config.max_num_seqs)
-        self.slots = asyncio.Semaphore(int(AHEAD * at_once))
+        self._num_slots = int(AHEAD * at_once)
+        self._free = asyncio.Semaphore(self._num_slots)
+        self._taking = asyncio.Lock()
         self._state = server.app.state
         self._max_requests = server.max_requests
         self._num_requests = 0
@@ -39,6 +41,21 @@ class Strangers:
             yield
         finally:
             self._count(-1)
+
+    @contextlib.asynccontextmanager
+    async def slots(self, number: int) -> AsyncIterator[None]:
+        """Hold slots for so many sequences during the body, but no more than there are."""
+        taken = 0
+        try:
+            # One request takes its slots at a time: two with a part each would wait for ever.
+            async with self._taking:
+                while taken < min(number, self._num_slots):
+                    await self._free.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._free.release()
 
     def _count(self, change: int) -> None:
         """Change the number of requests, which vLLM's route /load answers."""
