@@ -251,6 +251,26 @@ async def test_one_request_too_many_is_told_when_to_come_again() -> None:
         assert (await http.post("/v1/completions", json={})).json() == ["a"]  # no JSON object: it has no field
 
 
+@pytest.mark.parametrize(("constraint", "status"), [("a grammar", 422), (None, 200)])
+async def test_a_grammar_that_the_engine_can_not_make_is_the_client_s_fault(constraint: Any, status: int) -> None:
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def complete() -> list[str]:
+        sample = vllm_api.SAMPLE.get()
+        assert sample is not None
+        asked = params(stream=False)
+        asked.structured_outputs = constraint
+        outputs = sample(Engine(app.state.outputs), "prompt", asked, "id")
+        return [each.outputs[0].text async for each in outputs]
+
+    async with asking(named(app, "/v1/completions", [output("", 1, finish="error")])) as http:
+        answer = await http.post("/v1/completions", json={})
+    assert answer.status_code == status
+    if status == 422:
+        assert "structured output" in answer.json()["error"]["message"]
+
+
 async def test_a_request_takes_a_slot_for_each_of_its_sequences_and_gives_back_what_it_took() -> None:
     """Five slots: four sequences at once of the fake engine, and a quarter more."""
     bound, events = strangers(), list[str]()

@@ -24,7 +24,7 @@ from hocket.errors import cause_of
 from hocket.extras.openai_api.limits import Strangers
 from hocket.server import vllm_api
 from hocket.server.engine import Engine
-from hocket.server.errors import ApiError
+from hocket.server.errors import ApiError, invalid
 
 logger = logging.getLogger("hocket")
 T = TypeVar("T")
@@ -134,16 +134,21 @@ def noted(
     except ApiError as error:
         answer.error = error
         raise
-    return _note_outputs(answer, outputs)
+    is_constrained = getattr(params, "structured_outputs", None) is not None
+    return _note_outputs(answer, outputs, is_constrained=is_constrained)
 
 
 async def _note_outputs(
-    answer: "ClientAnswer", outputs: AsyncGenerator[Any, None]
+    answer: "ClientAnswer", outputs: AsyncGenerator[Any, None], *, is_constrained: bool
 ) -> AsyncGenerator[Any, None]:
     try:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 for completion in output.outputs:
+                    # vLLM itself answers with an internal error where it can not compile a grammar.
+                    if completion.finish_reason == "error" and is_constrained:
+                        message = "the engine could not make a grammar of the structured output"
+                        raise invalid(message, "send another schema, expression or grammar")
                     # They come with the last output of a completion.
                     spans = completion.weight_versions or ()
                     answer.versions.update(int(span.version) for span in spans)
