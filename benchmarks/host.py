@@ -52,7 +52,7 @@ from hocket.types import Group, Prompt, Score
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 64, 16, 200, 150_000
 SAMPLING = SamplingParams(max_tokens=1 << 14, seed=0)
-BLIND: Any = SimpleNamespace(decode=str, observed=lambda seen: (seen, ()), placeholder=None)
+BLIND: Any = SimpleNamespace(decode=str, split_observation=lambda seen: (seen, ()), placeholder=None)
 LIMITS = Limits(max_turns=1, max_length=1 << 20, timeout_s=600.0)
 Sampled = tuple[list[int], list[float], str]  # what the engine gives: token ids, log-probs, text
 

@@ -95,7 +95,7 @@ async def gather(port: int, rollouts: int, tokens: int) -> tuple[float, Batch]:
     )
     async with ServerPool([f"http://127.0.0.1:{port}"]) as pool:
         limits = Limits(max_turns=1, max_length=1 << 20, timeout_s=600.0)
-        blind: Any = SimpleNamespace(observed=lambda seen: (seen, ()), placeholder=None, decode=str)
+        blind: Any = SimpleNamespace(split_observation=lambda seen: (seen, ()), placeholder=None, decode=str)
         ask = Batcher(pool).ask
         play = player(SingleTurn, pool, ask, blind, limits)
         start = time.process_time()
