@@ -1,8 +1,9 @@
 """hocket beside TRL: the same model, prompts, lengths, reward and mathematics, in turns on one machine.
 
 The model is a Qwen2 with random weights. Every token ends the completion with the same probability, 1 / `--mean`;
-without --mean completions are cut off at `--tokens`. The reward is random, the loss GRPO's with the tokens of the
-batch as denominator, clip 0.2, no KL, AdamW at 1e-6, gradients clipped to 1, float32, no activation checkpointing.
+without --mean completions are cut off at `--tokens`. `--model` takes a real one, which is asked for stories by its
+chat template. The reward is random, the loss GRPO's with the tokens of the batch as denominator, clip 0.2, no KL,
+AdamW at 1e-6, gradients clipped to 1, `--dtype`, no activation checkpointing; `--lora` trains an adapter.
 
 TRL is installed into a folder of its own below ~/.cache/hocket. It generates with transformers, as it does by default.
 hocket is started by the command `quickstart`. Micro-batches have `--trl-batch` completions, in hocket as many tokens.
@@ -36,6 +37,9 @@ if __name__ == "__main__":  # --help does not wait for what follows
         "section.key=value: further settings of hocket",
         layers=(8, "layers of the model"),
         hidden=(512, "width of the model, a multiple of 64"),
+        model=("", "folder of a model, in place of --layers, --hidden, --prompt and --mean"),
+        lora=(0, "rank of an adapter for all linear layers; 0: the whole model is trained"),
+        dtype=("float32", "float32 or bfloat16"),
         prompts=(8, "prompts of a step"),
         prompt=(64, "tokens of a prompt, about"),
         tokens=(128, "tokens of the longest completion"),
@@ -61,11 +65,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 from hocket.observe.rows import read_lines, read_metrics
 from support.processes import Process
 
-TRL = ("trl==1.16.0", "accelerate==1.15.0")
+TRL = ("trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2")
 HELD = "20/128/8,64/64/8,256/64/8,512/128/8,512/128/16"
 VOCABULARY = 10_240
 WORD_TOKENS = 4
 COLD_STEPS = 1
+ADJECTIVES = ["ancient", "brave", "clever", "crowded", "distant", "frozen", "gentle", "golden", "hungry", "quiet"]
+NOUNS = ["bridge", "castle", "engine", "fox", "garden", "mountain", "piano", "river", "sailor", "teacher"]
 Figures = dict[str, list[float]]  # per step
 Clock = list[tuple[float, float]]  # (Unix time, processor seconds so far)
 
@@ -115,6 +121,17 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters", flush=True)
 
 
+def ask_for_stories(folder: Path) -> None:
+    """Write chats of about 45 tokens, whose answers are long."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(512):
+        things = [f"{draw.choice(ADJECTIVES)} {draw.choice(NOUNS)}" for _ in range(2)]
+        text = f"Write a long story about a {things[0]} and a {things[1]}, number {number}."
+        lines.append(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
+    (folder / "prompts.jsonl").write_text("".join(lines))
+
+
 def watched(command: list[str], log: Path, **process: Any) -> tuple[float, Clock]:
     """Run a command to its end; return the most GiB of RAM of its processes together, and how long they had worked."""
     largest = 0
@@ -136,13 +153,13 @@ def watched(command: list[str], log: Path, **process: Any) -> tuple[float, Clock
     return largest / 2**30, clock
 
 
-def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespace) -> tuple[Figures, float, Clock]:
+def hocket(data: Path, folder: Path, staleness: int, options: argparse.Namespace) -> tuple[Figures, float, Clock]:
     """Train with hocket's quickstart."""
     settings = [
         f"run.dir={folder}/run",
-        f"model.path={model}",
-        f"data.source={model}/prompts.jsonl",
-        "data.chat_template=false",
+        f"model.path={options.model or data}",
+        f"model.dtype={options.dtype}",
+        f"data.source={data}/prompts.jsonl",
         "data.answer_column=null",
         "rewards.functions={random: 1}",
         f"rollout.prompts_per_step={options.prompts}",
@@ -156,6 +173,9 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
         "eval.num_prompts=0",
         "checkpoint.every_steps=0",
     ]
+    settings.append("model.max_length=1024" if options.model else "data.chat_template=false")
+    if options.lora:
+        settings.append(f"model.lora={{rank: {options.lora}, alpha: {2 * options.lora}}}")
     if not options.held:
         settings.append(f"trainer.micro_batch_tokens={options.trl_batch * (options.tokens + options.prompt)}")
     memory, clock = watched(["quickstart", *settings, *options.settings], folder / "log")
@@ -187,10 +207,11 @@ def home_of_trl() -> Path:
     return home
 
 
-def trl(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures, float, Clock]:
+def trl(data: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures, float, Clock]:
     """Train with TRL."""
     home = home_of_trl()
-    told = {**vars(options), "model": str(model), "output": str(folder)}
+    model = options.model or str(data)
+    told = {**vars(options), "model": model, "data": str(data), "output": str(folder)}
     own = {"program": [__file__], "PYTHONPATH": str(home), "WANDB_DISABLED": "true"}
     memory, clock = watched(["--as-trl", json.dumps(told)], folder / "log", **own)
     return json.loads((folder / "figures.json").read_text()), memory, clock
@@ -233,7 +254,7 @@ def play_trl(told: dict[str, Any]) -> None:
     settings = GRPOConfig(
         output_dir=told["output"],
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,
+        bf16=told["dtype"] == "bfloat16",
         model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=told["trl_batch"],
         gradient_accumulation_steps=told["prompts"] * told["group"] // told["trl_batch"],
@@ -252,8 +273,13 @@ def play_trl(told: dict[str, Any]) -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    data = datasets.Dataset.from_json(f"{told['model']}/prompts.jsonl")
-    trainer = Timed(told["model"], reward, settings, train_dataset=data, callbacks=[Clock()])
+    data = datasets.Dataset.from_json(f"{told['data']}/prompts.jsonl")
+    adapter = None
+    if told["lora"]:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=told["lora"], lora_alpha=2 * told["lora"], target_modules="all-linear")
+    trainer = Timed(told["model"], reward, settings, train_dataset=data, callbacks=[Clock()], peft_config=adapter)
     trainer.train()
     Path(told["output"], "figures.json").write_text(json.dumps(figures))
 
@@ -294,15 +320,20 @@ def main(options: argparse.Namespace) -> None:
 
 
 def compare(folder: Path, options: argparse.Namespace) -> None:
-    make_model(folder / "model", options)
+    data = folder / "model"
+    if options.model:
+        data.mkdir()
+        ask_for_stories(data)
+    else:
+        make_model(data, options)
     for number in range(options.rounds):
         if not options.without_trl:
             (folder / f"trl-{number}").mkdir()
-            theirs = show("TRL", *trl(folder / "model", folder / f"trl-{number}", options))
+            theirs = show("TRL", *trl(data, folder / f"trl-{number}", options))
         for staleness in options.staleness:
             own = folder / f"hocket-{number}-{staleness}"
             own.mkdir()
-            found = show(f"hocket, k={staleness}", *hocket(folder / "model", own, staleness, options))
+            found = show(f"hocket, k={staleness}", *hocket(data, own, staleness, options))
             if not options.without_trl:
                 wall, work = (one / other for one, other in zip(theirs, found, strict=True))
                 print(
