@@ -227,11 +227,40 @@ def test_the_kv_cache_of_a_cpu_holds_the_longest_sequence_or_the_lack_of_memory_
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 2 << 30)
     assert size(model, "model.max_length=64") == 256 << 20
     assert size(model, "server.kv_cache_mib=17") == 17 << 20
-    blocks = -(-length // 128) + 1
-    assert size(tmp_path, f"model.max_length={length}") == blocks * 128 * token
-    assert size(tmp_path, f"model.max_length={length}", "model.dtype=bfloat16") == blocks * 128 * token // 2
+    blocks = -(-length // 32) + 1
+    assert size(tmp_path, f"model.max_length={length}") == blocks * 32 * token
+    assert size(tmp_path, f"model.max_length={length}", "model.dtype=bfloat16") == blocks * 32 * token // 2
+    large = -(-length // 128) + 1
+    assert size(tmp_path, f"model.max_length={length}", "server.engine={block_size: 128}") == large * 128 * token
     with pytest.raises(ConfigError, match=r"takes 3,072 MiB, more than .*, 2,048 MiB: set model\.max_length="):
         size(tmp_path)
+
+
+def test_the_kv_cache_of_a_cpu_holds_a_step_whose_groups_share_their_prompts(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.from_pretrained(model)
+    layers, config.max_position_embeddings = config.num_hidden_layers, 4096
+    config.head_dim = 4096
+    config.save_pretrained(tmp_path)
+    block = 2 * layers * config.num_key_value_heads * 4096 * 4 * 32
+    monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 1 << 50)
+
+    def blocks(prompts: int, group: int, tokens: int) -> float:
+        settings = [
+            f"rollout.prompts_per_step={prompts}",
+            f"rollout.group_size={group}",
+            f"rollout.max_tokens={tokens}",
+        ]
+        return vllm_arguments.cpu_kv_cache(load(None, [f"model.path={tmp_path}", *settings])) / block
+
+    # A prompt of 512 tokens has 16 blocks of 32. 24 tokens behind it touch 2 blocks, 128 tokens 5.
+    assert blocks(8, 16, 24) == 8 * (16 + 16 * 2)
+    assert blocks(8, 16, 128) == 8 * (16 + 16 * 5)
+    assert blocks(1000, 16, 24) == blocks(16, 16, 24)  # the engine runs 256 sequences at a time
+    assert blocks(1, 2, 24) == 1 + 4096 / 32  # a whole sequence
+    monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 700 * 4 * block)
+    assert blocks(16, 16, 128) == 700  # at most a quarter of what is free
 
 
 def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +268,8 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     assert (args.model, args.served_model_name, args.trust_remote_code) == (model, ["model0", model], False)
     assert (args.generation_config, args.logprobs_mode) == ("vllm", "processed_logprobs")
     assert (args.kv_cache_memory_bytes, args.max_num_seqs) == (64 << 20, vllm_arguments.CPU_SEQUENCES)
+    assert args.block_size == vllm_arguments.CPU_BLOCK
+    assert arguments(model, "server.engine={block_size: 64}").block_size == 64
     assert (args.enable_lora, args.hf_overrides or {}, args.enable_sleep_mode) == (False, {}, False)
     with_lora = arguments(model, "model.lora.rank=12", "model.dtype=bfloat16")
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 16, "bfloat16")  # 8, 16, 32 ...

@@ -30,12 +30,14 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from hocket.client.member import Member
 from hocket.client.pool import ServerPool
 from hocket.commands import sources
 from hocket.commands.servers import Servers, refuse_other, refuse_other_model
 from hocket.commands.sources import HeldOutPrompts, PromptSource, RewardNames
+from hocket.common.machine import is_here
 from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
@@ -53,6 +55,7 @@ from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_para
 from hocket.rollout.replay import Replay
 from hocket.run_part import Joined, RunPart, joining
 from hocket.sync.disk import DiskTransport
+from hocket.sync.memory import MemoryFolder
 from hocket.sync.publish import Publisher
 from hocket.sync.share_gpu import shared_gpu
 from hocket.sync.transports import Sending, Transport, chosen_transport
@@ -368,7 +371,8 @@ class Parts(AbstractContextManager["Parts"]):
         From now on the pool has the publisher bring up each server that passes `check_server`.
         """
         config = self.config
-        versions = Versions(config.run_dir, trainer)
+        versions = Versions(config.run_dir, trainer, _memory(config, self.console.say))
+        self.stack.callback(versions.close)
         by_disk = partial(DiskTransport, versions, config.sync_root, config.sync, self.console.say)
         transport: Transport
         if config.pipeline.replay is not None:
@@ -471,3 +475,11 @@ class Parts(AbstractContextManager["Parts"]):
             self.console.doing(activity, waited_s)
 
         return on_wait
+
+
+def _memory(config: Config, say: Callable[[str], None]) -> MemoryFolder | None:
+    """Make the folder for versions in memory, if all servers are on this machine."""
+    if config.sync.upload or config.server.discover or config.pipeline.replay:
+        return None
+    hosts = [urlsplit(url).hostname or "" for url in config.server_urls]
+    return MemoryFolder(say) if all(map(is_here, hosts)) else None

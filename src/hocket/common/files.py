@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+SHARED_MEMORY = Path("/dev/shm")  # Linux keeps these files in memory
+VERSIONS_PREFIX = "hocket-weights-"  # begins the names of folders of weight versions there
 TAIL_BYTES = 1 << 16  # bytes from the end of a program's output in which lines are looked for
 
 
@@ -164,6 +166,12 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     path.rename(partial)
     shutil.rmtree(partial)
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Check whether a folder is a weight version in shared memory; links are to be resolved."""
+    run = folder.parent
+    return run.parent == SHARED_MEMORY and run.name.startswith(VERSIONS_PREFIX)
 
 
 def last_lines(file: IO[bytes], most: int = 1, *, begin: int = 0, between: str = " | ") -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
+from hocket.common.files import is_in_memory
 from hocket.protocol import AdapterConfig, Manifest, TensorLayout, TensorSpec, manifest
 from hocket.protocol.manifest import ModelShapes
 from hocket.server.errors import ApiError, invalid, parse
@@ -56,10 +57,13 @@ def find(root: Path, name: str) -> Path:
     hint = "start server and trainer with the same sync.root; source.name is relative to it"
     try:
         folder = (root / name).resolve(strict=True)
+        link = (root / name).parent.resolve() / folder.name
     except (OSError, RuntimeError, ValueError) as error:
         message = f"there is no {name!r} under {root}"
         raise ApiError(404, "no_such_version", message, hint) from error
-    if not folder.is_relative_to(root):
+    # A trainer on this machine may have left a link to a version in memory.
+    is_link_to_memory = link.is_relative_to(root) and is_in_memory(folder)
+    if not folder.is_relative_to(root) and not is_link_to_memory:
         raise invalid(f"source.name: {name!r} leads out of the root", hint, code="bad_name")
     # The writer adds the marker last.
     if not (folder / manifest.COMPLETE_FILE).is_file():

@@ -18,7 +18,11 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, cause_of
 
 CPU_KV_CACHE_MIB = 256  # the smallest KV cache of a CPU server, unless server.kv_cache_mib is set
-CPU_BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU
+# Tokens in a block of a CPU server's KV cache. vLLM's 128 would be longer than most prompts, and
+# only full blocks are shared: every completion of a group would compute its prompt anew.
+CPU_BLOCK = 32
+CPU_PROMPT = 512  # tokens of a prompt for which the KV cache of a CPU server has room
+CPU_KV_SHARE = 0.25  # the most of the free memory that it takes for a step's completions
 CPU_BATCHED_TOKENS = 8192
 CPU_SEQUENCES = 256
 SETTING_OF_ARGUMENT = {
@@ -215,6 +219,7 @@ def _build_defaults(config: Config) -> dict[str, Any]:
         "dtype": "float32",
         "gpu_memory_utilization": server.gpu_memory_utilization,
         "max_num_seqs": CPU_SEQUENCES,
+        "block_size": CPU_BLOCK,
         "kv_cache_memory_bytes": cpu_kv_cache(config),
         "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model)),
         "enforce_eager": True,
@@ -228,20 +233,22 @@ def _build_defaults(config: Config) -> dict[str, Any]:
 
 
 def cpu_kv_cache(config: Config) -> int:
-    """Compute the bytes of a CPU server's KV cache: server.kv_cache_mib, or room for one sequence.
+    """Compute the bytes of a CPU server's KV cache: server.kv_cache_mib, or room for a step.
 
-    Raises ConfigError where a sequence of the whole context has no room in server.kv_cache_mib, or
-    in this machine's free memory.
+    A step's completions run at the same time if the cache has room for them. A whole sequence
+    always has. Raises ConfigError where a sequence of the whole context has no room in
+    server.kv_cache_mib, or in this machine's free memory.
     """
     mib = config.server.kv_cache_mib
-    token_bytes = _kv_bytes(config)
+    block = int(config.server.engine.get("block_size") or CPU_BLOCK)
+    block_bytes = _kv_bytes(config) * block
     context = tokenizers.context_length(config.model)
-    blocks = 1 + math.ceil(context / CPU_BLOCK)  # vLLM keeps one block for itself
-    needed = token_bytes * CPU_BLOCK * blocks
+    blocks = 1 + math.ceil(context / block)  # vLLM keeps one block for itself
+    needed = block_bytes * blocks
     room = machine.free_memory() if mib is None else mib << 20
     if needed > room:
         # Name the longest context that fits and, if that is the limit, the cache that is needed.
-        longest = (room // token_bytes // CPU_BLOCK - 1) * CPU_BLOCK
+        longest = (room // block_bytes - 1) * block
         place = "this machine's free memory" if mib is None else f"server.kv_cache_mib={mib}"
         advice = f"set model.max_length={max(longest, 1)} or lower"
         if mib is not None:
@@ -251,7 +258,16 @@ def cpu_kv_cache(config: Config) -> int:
             f"the KV cache of {sequence} takes {needed >> 20:,} MiB, more than {place} has, "
             f"{room >> 20:,} MiB: {advice}"
         )
-    return max(CPU_KV_CACHE_MIB << 20, needed) if mib is None else room
+    if mib is not None:
+        return room
+
+    # Completions of a group share their prompt but for its last, partial block.
+    rollout = config.rollout
+    groups = min(rollout.prompts_per_step, math.ceil(CPU_SEQUENCES / rollout.group_size))
+    prompt = math.ceil(min(CPU_PROMPT, context) / block)
+    completion = 1 + math.ceil(min(rollout.max_tokens, context) / block)
+    step_bytes = block_bytes * groups * (prompt + rollout.group_size * completion)
+    return max(CPU_KV_CACHE_MIB << 20, needed, min(step_bytes, int(CPU_KV_SHARE * room)))
 
 
 def _kv_bytes(config: Config) -> int:

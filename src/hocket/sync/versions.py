@@ -1,7 +1,8 @@
 """Number weight versions, and write them to folders such as weights/v000012.
 
 A folder holds a Hugging Face model, or a PEFT adapter. Its manifest describes the tensors in
-memory, so that a server also notices what went wrong on writing.
+memory, so that a server also notices what went wrong on writing. While a run with servers on this
+machine trains, a folder may be a link to one in memory (sync/memory.py).
 """
 
 import contextlib
@@ -13,9 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError
 
-from hocket.common.files import atomic_folder, numbered, remove_folder
+from hocket.common.files import (
+    atomic_folder,
+    complete_folder,
+    numbered,
+    partial_of,
+    remove_folder,
+)
 from hocket.errors import SyncError, remedy
 from hocket.protocol import TensorSpec, manifest
+from hocket.sync.memory import MemoryFolder
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -38,8 +46,11 @@ class WrittenVersion(NamedTuple):
 class Versions:
     """The versions of a run."""
 
-    def __init__(self, run_dir: Path, trainer: "Trainer") -> None:
+    def __init__(
+        self, run_dir: Path, trainer: "Trainer", memory: MemoryFolder | None = None
+    ) -> None:
         self.trainer = trainer
+        self._memory = memory  # None: all versions go to the disk
         self.current = 0  # the newest version's number, also that of a process before a resume
         self._has_started = False  # whether `start_above` has chosen this process's first number
         self._run_dir = run_dir.resolve()
@@ -64,12 +75,42 @@ class Versions:
         for kind in KINDS:
             for version, folder in numbered(self._run_dir / kind, "v*").items():
                 if version > self.current:
-                    shutil.rmtree(folder)
+                    _remove(folder)
 
     def save(self) -> Path:
-        """Write the current version in full, unless it has been. Returns its folder."""
+        """Have the current version on the disk, in full. Returns its folder."""
         folder = self.path("weights", self.current)
-        return folder if folder.exists() else self.full(self.current).folder
+        if not folder.exists():
+            return self.full(self.current).folder
+        if folder.is_symlink():
+            _move_to_disk(folder)
+        return folder
+
+    def close(self) -> None:
+        """Have the newest version on the disk, and give back the memory that versions take.
+
+        After a failure, too: what was published last stays. A full disk is reported.
+        """
+        if self._memory is None:
+            return
+        newest = self._versions("weights")[-1:]
+        for link in self._versions("weights"):
+            if not link.is_symlink():
+                continue
+            if [link] == newest:
+                with self._memory.reporting(f"the newest weights are not in {link}"):
+                    _move_to_disk(link)
+            else:
+                link.unlink()
+        self._memory.close()
+
+    def _versions(self, kind: str) -> list[Path]:
+        """List the versions of a kind, oldest first. Links whose memory is gone are removed."""
+        folder = self._run_dir / kind
+        for path in folder.glob("v*"):
+            if path.is_symlink() and not path.exists():
+                path.unlink()
+        return list(numbered(folder, "v*").values())
 
     def path(self, kind: str, version: int) -> Path:
         """Name the folder of a version."""
@@ -91,25 +132,49 @@ class Versions:
         folder = self.path(kind, version)
         if folder.exists():
             raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
+        place = self._place(folder, kind)
         try:
-            with atomic_folder(folder) as partial:
+            with atomic_folder(place) as partial:
                 checksum = manifest.write(partial, version, fill(partial))
                 num_bytes = sum(path.stat().st_size for path in partial.iterdir())
+            if place != folder:
+                folder.symlink_to(place)
         except (OSError, SafetensorError) as error:
             advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir"
             message = f"can't write weight version {version} to {folder}: {error}; {advice}"
             raise SyncError(message) from error
         return WrittenVersion(version, folder, checksum, num_bytes)
 
-    def write_again(self, written: WrittenVersion) -> WrittenVersion | None:
-        """Write a version in full, if it was not, or if its files are damaged. Raises SyncError.
+    def _place(self, folder: Path, kind: str) -> Path:
+        """Choose where a version is written: in memory, or in its folder of the run.
 
-        Returns the full version, or None where it was in full and its files are sound.
+        The size of the version before says whether there is room: the first one goes to the disk.
+        """
+        older = self._versions(kind)  # this removes a link of the same name without its memory
+        if self._memory is None or self._full is None or kind != "weights":
+            return folder
+        place = self._memory.place(folder.name, self._full.num_bytes)
+        if place is None:
+            return folder
+        # The servers have loaded the newest one, and the memory of the others is needed.
+        for path in older[:-1]:
+            _remove(path)
+        return place
+
+    def write_again(self, written: WrittenVersion) -> WrittenVersion | None:
+        """Write a version in full to the disk, if it was not, or if its files are damaged.
+
+        Returns the full version, or None where it was there in full and its files are sound. Raises
+        SyncError.
         """
         if written is self._full:
-            if self._is_sound(written):
+            is_sound = self._is_sound(written)
+            if is_sound and not written.folder.is_symlink():
                 return None
-            shutil.rmtree(written.folder, ignore_errors=True)
+            if self._memory is not None:
+                self._memory.give_up("a server could not load a version from there")
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                _remove(written.folder)
             self._full = None
         return self.full(written.version)
 
@@ -131,7 +196,27 @@ class Versions:
     def prune(self) -> None:
         """Remove all versions of each kind but the newest KEEP."""
         for kind in KINDS:
-            folders = list(numbered(self._run_dir / kind, "v*").values())  # oldest first
-            for folder in folders[:-KEEP]:
+            for folder in self._versions(kind)[:-KEEP]:
                 with contextlib.suppress(OSError):  # the next version tries it again
-                    remove_folder(folder)
+                    _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a version, and its memory where it is a link."""
+    if folder.is_symlink():
+        place = folder.resolve()
+        folder.unlink()
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        remove_folder(folder)
+
+
+def _move_to_disk(link: Path) -> None:
+    """Put a version that is in memory in the place of the link to it. Raises OSError."""
+    place = link.resolve()
+    partial = partial_of(link)
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(place, partial)
+    link.unlink()
+    complete_folder(link)
+    shutil.rmtree(place, ignore_errors=True)
