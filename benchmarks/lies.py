@@ -4,6 +4,8 @@
              that was a lie. The second entry is of runs in which that comparison lied, too. Then the largest gap of
              log-probs. `sync.check_every` is 5 in place of 20, to save time.
     clean    what --steps steps of training without a lie raise, all versions checked
+    real     honest steps of a real model, --model, with no staleness and with one step of it; then lies of its server:
+             the step in which each is found, and by what
     cost     seconds of a check at 0.3 M and 100 M parameters, and its share of a step
 
 Starts the lying server of tests/lies.py with the quickstart's model, and trains on it in this process, run after run.
@@ -38,6 +40,19 @@ SETTINGS = (
     "checkpoint.every_steps=0",
 )
 SMALL = ("model.path=checkpoints/tiny-sort", "rollout.prompts_per_step=8", "rollout.temperature=0.9")
+REAL = (  # sums of two numbers
+    f"plugins=[{ROOT}/config/sums.py]",
+    "data.source=task:sums",
+    "rewards.functions={last_number: 1}",
+    "model.max_length=128",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_tokens=12",
+    "trainer.learning_rate=5e-6",
+    "eval.num_prompts=0",
+    "checkpoint.every_steps=0",
+)
+REAL_LIES = {"one_behind 5": 5, "colder": 1, "top_p_90": 1}  # with the first version that is a lie
 LIES = {  # the first version of a run that is a lie
     "one_behind": 2,
     "never_loads": 2,
@@ -105,6 +120,42 @@ def play_clean(dtypes: Sequence[str], num_steps: int) -> None:
                 print(f"  {name}: {spread} ({len(values)} steps)", flush=True)
 
 
+def play_real(model: str, dtypes: Sequence[str], num_steps: int) -> None:
+    """Prints what honest steps of a real model raise, and in which step lies of its server are found."""
+    for dtype in dtypes:
+        settings = [*REAL, f"model.path={model}", f"model.dtype={dtype}", f"trainer.steps={num_steps}"]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            lies.LyingServer(Path(folder) / "server", *settings) as server,
+        ):
+            for staleness in (0, 1):
+                outcome = server.train("truth", *settings, f"pipeline.max_staleness={staleness}")
+                show_real(f"{dtype}, honest, max_staleness {staleness}", outcome, 1)
+            for lie, begins in REAL_LIES.items():
+                show_real(f"{dtype}, {lie}", server.train(lie, *settings), begins)
+
+
+def show_real(name: str, outcome: Outcome, begins: int) -> None:
+    """Prints the gaps of a run, and what found a lie that begins with this version."""
+    steps = [step for step in outcome.metrics if "train/loss" in step]
+    gaps = [step["train/logprob_gap"] for step in steps if step.get("train/logprob_gap") is not None]
+    if outcome.said:
+        result = f"stopped {outcome.version - begins} versions later by {outcome.by}"
+    else:
+        rang: dict[str, int] = {}  # the first step of each alarm
+        for step in outcome.metrics:
+            for alarm in alarms(_without_null(step)):
+                if alarm in SUSPICIOUS or alarm.startswith("sampling/"):
+                    rang.setdefault(alarm, int(step["step"]))
+        result = f"alarms with their first step: {rang}" if rang else "no alarm of a lie"
+    rewards = [step["reward/mean"] for step in steps[-10:]]
+    print(
+        f"{name}: {len(steps)} trained steps, {result}; gap {statistics.mean(gaps):.2g}, at most {max(gaps):.2g}; "
+        f"reward of the last steps {statistics.mean(rewards):.2f}",
+        flush=True,
+    )
+
+
 def _without_null(step: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in step.items() if value is not None}
 
@@ -127,9 +178,16 @@ def play_cost() -> None:
 
 
 if __name__ == "__main__":
-    PARSER = parser(__doc__, steps=(200, "steps of a clean run"))
+    PARSER = parser(
+        __doc__, steps=(200, "steps of a run, clean or real"), model=("", "folder of a real model, for `real`")
+    )
     PARSER.add_argument(
-        "command", nargs="?", choices=("lies", "clean", "cost"), default="lies", metavar="command", help="as above"
+        "command",
+        nargs="?",
+        choices=("lies", "clean", "real", "cost"),
+        default="lies",
+        metavar="command",
+        help="as above",
     )
     for option, values in (("dtype", DTYPES), ("kind", KINDS), ("rate", RATES), ("lie", tuple(LIES))):
         PARSER.add_argument(
@@ -142,6 +200,8 @@ if __name__ == "__main__":
         play_lies(OPTIONS.dtype, OPTIONS.kind, OPTIONS.rate, OPTIONS.lie)
     elif OPTIONS.command == "clean":
         play_clean(OPTIONS.dtype, OPTIONS.steps)
+    elif OPTIONS.command == "real":
+        play_real(OPTIONS.model, OPTIONS.dtype, OPTIONS.steps)
     else:
         play_cost()
     print(f"{time.monotonic() - begin:.0f} s")

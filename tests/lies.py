@@ -109,7 +109,12 @@ OF_SAMPLING: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
         sampling.model_copy(update={"temperature": 1.05 * sampling.temperature}),
         seed,
     ),
+    "colder": lambda sampling, seed: (
+        sampling.model_copy(update={"temperature": 0.95 * sampling.temperature}),
+        seed,
+    ),
     "top_p_95": _sampled(top_p=0.95),
+    "top_p_90": _sampled(top_p=0.9),
     "top_k_50": _sampled(top_k=50),
     "greedy": _sampled(temperature=0.0),
     "top_k_2": _sampled(top_k=2),
