@@ -261,6 +261,9 @@ def test_on_a_cpu_16_bit_attention_is_that_of_float32_with_its_result_and_gradie
     long = [one.detach().float().requires_grad_() for one in short]
     segments = Segments(LENGTHS, CPU)
     rounded, _ = attend(nn.Module(), *short, None, scaling=0.3, segments=segments)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast, _ = attend(nn.Module(), *long, None, scaling=0.3, segments=segments)
+    assert torch.equal(cast, rounded)
     exact, _ = attend(nn.Module(), *long, None, scaling=0.3, segments=segments)
     assert torch.equal(rounded, exact.bfloat16())
     weights = torch.randn(exact.shape).bfloat16()

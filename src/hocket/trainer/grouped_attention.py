@@ -182,7 +182,8 @@ def attend_in_groups(
             "enable_gqa": not on_gpu,
         }
         attention = nn.functional.scaled_dot_product_attention
-        result_shld = attention(query_shld, key_shld, value_shld, **options)
+        with torch.autocast("cpu", enabled=False):  # which would cast them to 16 bits
+            result_shld = attention(query_shld, key_shld, value_shld, **options)
         results.append(result_shld.transpose(1, 2).flatten(0, 1))
     return torch.cat(results).index_select(0, groups.restore).to(dtype)
 
