@@ -126,10 +126,10 @@ class SamplingCheck(RunPart):
             bounds = [self.verification.bound(member.dtype) for member in members]
             bound = max(bounds, default=math.inf)
             fresh = all(answer.version_min == newest for answer in answers)
-            if trains is None:
-                claimed, compared = answers, of_first_prompts(groups, num_drawn)
-            else:
+            if trains is not None:
                 claimed, compared = self._chosen(groups, answers, trains and fresh)
+            else:
+                claimed, compared = answers, of_first_prompts(groups, num_drawn)
             contradiction = next(filter(None, map(self.claim, claimed)), "")
             if contradiction:
                 self.verification.fail(
