@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from hocket import config as config_module
+from hocket import loop
 from hocket.algorithm.samples import KlController, shape
 from hocket.commands.runs import OnStep, OnStepPart
 from hocket.data.curriculum import bind
@@ -29,6 +31,7 @@ from hocket.rollout.pipeline import Pipeline, plan_step
 from hocket.run_part import RunPart
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Columns, Metrics, Prompt, Rollout, Score, TokenSequence, TrainSample
+from support import fakes
 from support.batches import played
 
 Reward = Callable[[int, int], float | None]
@@ -411,6 +414,60 @@ async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Pat
     assert step["pipeline/wait_for_rewards"] == pytest.approx(step["time/reward"] / step["time/step"])
     assert step["step/tokens_per_s"] == pytest.approx(8 / step["time/step"])
     assert world.keep == [tmp_path / "runs/a/skipped/step_000001.json"]
+
+
+@pytest.mark.parametrize("on_step", [None, lambda step, metrics: step == 1])
+async def test_the_seconds_of_a_step_are_those_of_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_step: OnStep
+) -> None:
+    """By a clock that only work moves; the second run ends with an evaluation that a part of the run asks for."""
+    clock = fakes.Clock()
+    for module in ("common.tasks", "rollout.collect", "rollout.pipeline", "trainer.checkpoints"):
+        monkeypatch.setattr(f"hocket.{module}.time", clock)
+
+    def takes(seconds: float, owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        @functools.wraps(work)
+        def slow(*args: Any, **known: Any) -> Any:
+            clock.now += seconds
+            return work(*args, **known)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    class Slow(RunPart):
+        async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+            clock.now += 16.0
+            return {} if trains is None else {"time/check": 16.0}
+
+        def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
+            clock.now += 32.0
+
+        def evaluated(self, step: int, metrics: Metrics) -> Metrics:
+            clock.now += 64.0
+            return {}
+
+    takes(1.0, World, "play")  # of each rollout
+    takes(2.0, RunFolder, "rollouts")
+    takes(4.0, loop, "rollout_metrics")
+    takes(8.0, World, "measure")
+    takes(0.1, World, "step")  # which says so
+    takes(128.0, loop, "train_samples")
+    takes(256.0, World, "state")
+    takes(512.0, World, "publish")
+    every = ("eval.every_steps=2", "checkpoint.every_steps=1")
+    known: dict[str, Any] = {"on_step": on_step, "parts_of_run": [Slow()]}
+    _, rows, _ = await trained(tmp_path, lambda step, j: float(j), *every, **known)
+    assert (rows[-1]["step"], "time/eval" in rows[1]) == ((2, False) if on_step is None else (1, True))
+    for row in rows[1:]:
+        seconds = {name: value for name, value in row.items() if name.startswith("time/")}
+        whole, _ = seconds.pop("time/step"), seconds.pop("time/batch")
+        assert math.fsum(seconds.values()) == pytest.approx(whole)
+        evaluation = 4 + 2 + 16 + 64  # four answers are played, written, checked, and taken by the part
+        assert seconds.get("time/eval", evaluation) == evaluation
+        expected = {"record": 6, "check": 16, "measure": 8, "samples": 160, "train": 0.1, "checkpoint": 256}
+        for name, value in (expected | {"sync": 512}).items():
+            assert seconds[f"time/{name}"] == pytest.approx(value)
 
 
 @pytest.mark.parametrize("sequences", [1, 2])

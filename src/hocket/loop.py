@@ -24,7 +24,7 @@ from hocket.config import Config
 from hocket.data.mixture import Stream
 from hocket.data.stream import EXHAUSTED
 from hocket.observe.console import Console
-from hocket.observe.metrics import step_metrics
+from hocket.observe.metrics import rollout_metrics, step_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.rewards.scorer import Scorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
@@ -81,13 +81,15 @@ class Run:
         await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
         with timed(metrics, "time/step"):
             batch = await batches.batch(step, version=self.publisher.versions.current)
-            # Write the rollouts before anything that follows can fail.
-            await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)
+            with timed(metrics, "time/record"):
+                # Write the rollouts before anything that follows can fail.
+                await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)
+                metrics |= batch.metrics | rollout_metrics(batch.groups)
             refuse_failing(batch.groups, self.config.rewards.max_error_rate)
             groups = [self.shape(group) for group in batch.groups]
             # An empty batch means that no prompts are left.
             last = step == self.config.trainer.steps or not groups
-            metrics |= batch.metrics | await self.train_and_publish(step, groups, last=last)
+            metrics |= await self.train_and_publish(step, groups, last=last)
 
             interval = self.config.eval.every_steps
             evaluates = last or (interval > 0 and step % interval == 0)
@@ -101,7 +103,9 @@ class Run:
         for part in self.parts:
             ends |= part.ends(step, metrics)
         if ends and not evaluates:
-            metrics |= await self.evaluate(step)
+            with timed(metrics, "time/step"):
+                metrics |= await self.evaluate(step)
+            metrics |= step_metrics(metrics)
         self.record(step, metrics)
         if not groups:
             self.console.say(EXHAUSTED)
@@ -135,10 +139,11 @@ class Run:
             measured = await run_in_thread(self.trainer.measure, sequences)
 
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
-        samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
-        self.kl.update(shaping.get("rollout/kl"), sum(len(group.scored) for group in groups))
-        for part in self.parts:
-            await run_in_thread(part.samples, step, samples)
+        with timed(metrics, "time/samples"):
+            samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
+            self.kl.update(shaping.get("rollout/kl"), sum(len(group.scored) for group in groups))
+            for part in self.parts:
+                await run_in_thread(part.samples, step, samples)
 
         # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times
         #                   algorithm/losses.py, trainer/step.py
@@ -214,14 +219,13 @@ class Run:
         self.console.progress(step, "held-out evaluation")
         with timed(metrics, "time/eval"):
             measured, groups = await self.evaluation.run(f"eval {step}", generated)
-        await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
-        self.console.progress(step, "checking the evaluation")
-        # The trainer is held: parts compare these rollouts with its weights.
-        async with self.publisher.training(publishes=False):
-            with timed(metrics, "time/eval"):
+            await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
+            self.console.progress(step, "checking the evaluation")
+            # The trainer is held: parts compare these rollouts with its weights.
+            async with self.publisher.training(publishes=False):
                 metrics |= await self.check_rollouts([group.rollouts for group in groups], None)
-            for part in self.parts:
-                metrics |= await run_in_thread(part.evaluated, step, measured)
+                for part in self.parts:
+                    metrics |= await run_in_thread(part.evaluated, step, measured)
         return metrics | measured
 
     def record(self, step: int, metrics: Metrics) -> None:

@@ -247,3 +247,27 @@ def test_without_segments_the_row_is_one(inputs: Inputs) -> None:
     assert_near(result.double(), by_hand(*inputs, [sum(LENGTHS)], 1000), 8 + 2 * sum(LENGTHS))
     with pytest.raises(TrainerError, match="a mask of its own"):
         attend(nn.Module(), *inputs, torch.zeros(1, 1, 1, 1), scaling=0.3)
+
+
+def test_on_a_cpu_16_bit_attention_is_that_of_float32_with_its_result_and_gradients_rounded(inputs: Inputs) -> None:
+    """The third of three positions with equal keys sees the mean of 1, 1 and 2: 4/3, to 8 bits 171/128."""
+    query = torch.zeros(1, 1, 3, 8, dtype=torch.bfloat16)
+    value = query + torch.tensor([1, 1, 2], dtype=torch.bfloat16)[:, None]
+    result, _ = attend(nn.Module(), query, query, value, None, scaling=1.0)
+    assert result.dtype == torch.bfloat16
+    assert result[0, 2].unique().tolist() == [171 / 128]
+
+    short = [one.detach().bfloat16().requires_grad_() for one in inputs]
+    long = [one.detach().float().requires_grad_() for one in short]
+    segments = Segments(LENGTHS, CPU)
+    rounded, _ = attend(nn.Module(), *short, None, scaling=0.3, segments=segments)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast, _ = attend(nn.Module(), *long, None, scaling=0.3, segments=segments)
+    assert torch.equal(cast, rounded)
+    exact, _ = attend(nn.Module(), *long, None, scaling=0.3, segments=segments)
+    assert torch.equal(rounded, exact.bfloat16())
+    weights = torch.randn(exact.shape).bfloat16()
+    found = torch.autograd.grad((rounded.float() * weights.float()).sum(), short)
+    expected = torch.autograd.grad((exact * weights.float()).sum(), long)
+    for gradient, exact_gradient in zip(found, expected, strict=True):
+        assert torch.equal(gradient, exact_gradient.bfloat16())

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.logprobs import kept_bytes, token_logprobs
 from support.training import assert_near, peak_bytes
 
 TEMPERATURE = 0.7
@@ -105,6 +105,11 @@ def test_log_probs_that_are_kept_are_those_computed_again_bit_for_bit(inputs: In
         assert len(calls) == expected
         found.append((logprobs, *gradients))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_a_cpu_keeps_log_probs_up_to_the_size_of_the_weights() -> None:
+    assert kept_bytes(134_515_008, on_gpu=False) == 538_060_032  # 2,736 positions of SmolLM2's 49,152 tokens
+    assert kept_bytes(134_515_008, on_gpu=True) == kept_bytes(1000, on_gpu=False) == 128 << 20
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])

@@ -72,6 +72,9 @@ def test_a_hand_worked_estimate() -> None:
     assert found.weights == 2 * count / 4 + 2 * 1000 * 3 / 4
     frozen = estimate(model.requires_grad_(False), config, dtype=torch.bfloat16, stage=2, num_ranks=4)
     assert (frozen.weights, frozen.gradients, frozen.optimizer, frozen.activations) == (2 * count, 0, 0, 0)
+    # On a CPU, rows are short, and their log-probs are kept.
+    short = estimate(model, config, dtype=torch.float32, stage=0, num_ranks=1, row_tokens=1024)
+    assert short.logits == (8 * 512 + 4 * 1024) * 151_936
 
 
 @pytest.mark.parametrize("family", FAMILIES)

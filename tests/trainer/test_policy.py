@@ -10,6 +10,7 @@ from hocket.algorithm.losses import policy_loss
 from hocket.config import LossConfig, ModelConfig
 from hocket.errors import ConfigError
 from hocket.trainer.policy import Policy
+from hocket.trainer.weights import head_of
 from hocket.types import TrainSample
 from support import training
 from support.batches import preset_loss
@@ -152,3 +153,19 @@ def test_from_a_batch_to_its_gradient_nothing_waits_for_the_device(
     [[batch, *_]] = pack(samples, device, micro_batch_tokens=100)
     policy_loss(*policy(batch)[:2], batch, preset_loss(preset)).loss.backward()
     assert all(p.grad is not None and p.grad.device == device for p in policy.parameters())
+
+
+def test_the_logits_of_a_row_with_fewer_log_probs_than_the_model_has_weights_are_computed_once_on_a_cpu(
+    tied_model: str, samples: list[TrainSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.trainer.logprobs.KEPT_BYTES", 0)
+    policy = make_policy(tied_model)
+    num_weights = sum(parameter.numel() for parameter in policy.parameters())
+    calls: list[object] = []
+    head_of(policy.model).register_forward_hook(lambda *call: calls.append(call))
+    for count, expected in ((len(samples), 1), (2 * len(samples), 2)):  # in the backward pass, too
+        [[batch]] = pack((samples * 2)[:count], micro_batch_tokens=10_000)
+        assert (batch.max_tokens * policy.vocab_size <= num_weights) == (expected == 1)
+        calls.clear()
+        policy(batch)[0].sum().backward()
+        assert len(calls) == expected

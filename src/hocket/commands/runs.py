@@ -24,6 +24,7 @@ from hocket.errors import ConfigError, RewardError, SyncError, program
 from hocket.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
+from hocket.observe.metrics import rollout_metrics
 from hocket.observe.owner import owning
 from hocket.observe.rows import write_rollouts
 from hocket.observe.run_folder import RunFolder, trainer_id
@@ -462,8 +463,9 @@ def roll_out(arguments: Sequence[str]) -> None:
                         batch = await batches.batch(step)
                         folder.rollouts(f"step_{step:06d}", batch.groups)
                         refuse_failing(batch.groups, config.rewards.max_error_rate)
-                        folder.finish(step, batch.metrics)
-                        console.step(step, batch.metrics)
+                        metrics = batch.metrics | rollout_metrics(batch.groups)
+                        folder.finish(step, metrics)
+                        console.step(step, metrics)
 
         with RunFolder(config, console.say) as folder:
             tasks.run(run())

@@ -29,7 +29,7 @@ NAMES = {
     "time/reward": (TRAINER, "reward"),  # for scores alone
 } | {
     f"time/{name}": (TRAINER, name)
-    for name in ("turn", "check", "measure", "train", "sync", "checkpoint")
+    for name in ("record", "turn", "check", "measure", "samples", "train", "checkpoint", "sync")
 }
 """For each span, who has it and its name in the file."""
 

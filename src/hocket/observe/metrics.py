@@ -140,13 +140,15 @@ METRICS = (
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
     Metric("time/batch", "seconds from batch start to last token; overlaps earlier steps if max_staleness > 0"),
     Metric("time/reward", "seconds that the step then waited for scores alone"),
-    Metric("time/turn", "launch.share_gpu: seconds until the trainer has the server's GPU"),
+    Metric("time/record", "seconds to write rollouts and to compute their metrics"),
+    Metric("time/turn", "launch.share_gpu: seconds in which the GPU changes hands, without those of a sync"),
     Metric("time/measure", "seconds of forward passes before updates: old log-probs, reference, critic"),
+    Metric("time/samples", "seconds to make samples of rollouts: advantages"),
     Metric("time/train", "seconds of forward, backward and update"),
     Metric("time/sync", "seconds to publish a version"),
     Metric("time/checkpoint", "seconds that training paused for a checkpoint"),
     Metric("time/eval", "seconds of held-out evaluation and of its check"),
-    Metric("time/step", "seconds of the whole step"),
+    Metric("time/step", "seconds of the whole step: all other time/* but time/batch, and the little between them"),
 )
 # fmt: on
 METRIC_TABLES: Registry[Sequence[Metric]] = Registry(

@@ -16,7 +16,7 @@ from typing import Protocol
 from hocket.client.pool import Deadline
 from hocket.common.tasks import cancel, note, seed_of
 from hocket.config import RolloutConfig
-from hocket.observe.metrics import rollout_metrics, staleness_metrics
+from hocket.observe.metrics import staleness_metrics
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
 
@@ -131,7 +131,7 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
             metrics["rollout/oversampling"] = batch.num_drawn / plan.wanted
         if version is not None:
             metrics |= staleness_metrics(batch.groups, version=version, bound=self.max_staleness)
-        batch.metrics = metrics | rollout_metrics(batch.groups)
+        batch.metrics = metrics
         return batch
 
     def begin_early(self, step: int) -> None:

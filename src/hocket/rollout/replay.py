@@ -6,7 +6,6 @@ from pathlib import Path
 from hocket.common.files import numbered
 from hocket.errors import DataError
 from hocket.formats import ROLLOUTS
-from hocket.observe.metrics import rollout_metrics
 from hocket.observe.rows import DAMAGED, groups_of
 from hocket.rollout.collect import Batch
 
@@ -32,7 +31,6 @@ class Replay:
         except (OSError, *DAMAGED) as error:
             raise self._unreadable(step, path, error) from error
         metrics = {"time/generate": time.perf_counter() - start, "time/reward": 0.0}
-        metrics |= rollout_metrics(groups)
         return Batch(groups=groups, metrics=metrics)
 
     def _unreadable(self, step: int, path: Path, error: Exception) -> DataError:

@@ -45,7 +45,8 @@ async def shared_gpu(
     if not publishes:
         # A server that is still checked must wake up, too.
         members = publisher.pool.members
-        await publisher.deliver([member for member in members if member.is_loaded])
+        with timed(metrics, "time/turn"):
+            await publisher.deliver([member for member in members if member.is_loaded])
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:

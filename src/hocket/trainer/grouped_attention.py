@@ -139,8 +139,17 @@ def attend_in_groups(
     reach: Reach,
     sinks_h: Tensor | None,
 ) -> Tensor:
-    """Compute `attend` group by group; returns [row, heads, d]."""
+    """Compute `attend` group by group; returns [row, heads, d].
+
+    CPUs compute it in float32 at least.
+    """
     on_gpu = query_rhd.device.type == "cuda"
+    dtype = query_rhd.dtype
+    if not on_gpu and dtype.itemsize < 4:
+        # In 16 bits, the backward pass of torch's kernel for CPUs takes several times as long.
+        query_rhd = query_rhd.float()
+        key_rhd = key_rhd.float()
+        value_rhd = value_rhd.float()
     results = []
     for group in groups.groups:
         query_shld = _gathered(query_rhd, group.queries)
@@ -173,9 +182,10 @@ def attend_in_groups(
             "enable_gqa": not on_gpu,
         }
         attention = nn.functional.scaled_dot_product_attention
-        result_shld = attention(query_shld, key_shld, value_shld, **options)
+        with torch.autocast("cpu", enabled=False):  # which would cast them to 16 bits
+            result_shld = attention(query_shld, key_shld, value_shld, **options)
         results.append(result_shld.transpose(1, 2).flatten(0, 1))
-    return torch.cat(results).index_select(0, groups.restore)
+    return torch.cat(results).index_select(0, groups.restore).to(dtype)
 
 
 def _gathered(tensor_rhd: Tensor, places_sl: Tensor) -> Tensor:

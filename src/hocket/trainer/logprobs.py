@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Positions whose logits exist at the same time in a forward pass of the policy.
 CHUNK_TOKENS = 512
 # The log-probs of a row over the whole vocabulary are kept for the backward pass up to this many
-# bytes. Larger ones are computed again, which saves memory.
+# bytes, or more on a CPU (`kept_bytes`).
 KEPT_BYTES = 128 << 20
 
 
@@ -106,6 +106,15 @@ def chosen_statistics(config: Config) -> TokenStatistics | None:
             )
         chosen = statistics
     return chosen
+
+
+def kept_bytes(num_weights: int, *, on_gpu: bool) -> int:
+    """Compute how many bytes of a row's log-probs are kept for the backward pass at most.
+
+    Larger ones are computed again, which saves memory. On a CPU, where rows are short, those up to
+    the size of the model's weights in float32 are kept.
+    """
+    return KEPT_BYTES if on_gpu else max(KEPT_BYTES, 4 * num_weights)
 
 
 def token_logprobs(

@@ -21,7 +21,7 @@ from hocket.trainer.batching import divide
 from hocket.trainer.choices import chosen_recomputation
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.flops import Shape
-from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
+from hocket.trainer.logprobs import CHUNK_TOKENS, kept_bytes
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
 from hocket.trainer.weights import head_of, is_multimodal, linear_layers
@@ -137,7 +137,9 @@ def estimate(
         micro_batch_tokens = CHUNK_TOKENS
     row = min(micro_batch_tokens, row_tokens)
     part = row / config.sequence_parallel  # positions of a row that a rank computes
-    logits = _logit_bytes(head_of(model).out_features, row, part)
+    # Rows may have any length on a GPU alone.
+    kept = kept_bytes(num_weights, on_gpu=math.isinf(row_tokens))
+    logits = _logit_bytes(head_of(model).out_features, row, part, kept)
 
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
     if not sizes:  # a frozen model runs forward only
@@ -156,10 +158,13 @@ def estimate(
     )
 
 
-def _logit_bytes(vocab: int, row: float, part: float) -> float:
-    """Estimate the bytes of a chunk's logits, and of the log-probs of the row if they are kept."""
+def _logit_bytes(vocab: int, row: float, part: float, kept: int) -> float:
+    """Estimate the bytes of a chunk's logits, and of the log-probs of the row if they are kept.
+
+    `kept` is the bytes of log-probs that are kept at most.
+    """
     chunk = min(part, CHUNK_TOKENS)
-    keeps_row = 4 * vocab * row <= KEPT_BYTES
+    keeps_row = 4 * vocab * row <= kept
     logprobs = 4 * vocab * (part if keeps_row else chunk)
     return _HEAD_BYTES * vocab * chunk + logprobs
 

@@ -22,9 +22,9 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.float32_head import compute_in_float32
 from hocket.trainer.logprobs import (
     CHUNK_TOKENS,
-    KEPT_BYTES,
     Logits,
     TokenStatistics,
+    kept_bytes,
     token_logprobs,
 )
 from hocket.trainer.weights import (
@@ -88,6 +88,7 @@ class Policy(nn.Module):
         _bound_longrope(model, config, loads)
         self.weights.prepare(model, seed)
         self.model = model
+        self._num_weights = sum(parameter.numel() for parameter in model.parameters())
 
         self.vision: Any = None  # the images' part; None for a text model
         if is_multimodal(model.config):
@@ -166,8 +167,8 @@ class Policy(nn.Module):
         policy has any.
         """
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
-        # Log-probs of a whole row that fit into KEPT_BYTES are kept for the backward pass.
         row_bytes = 4 * batch.max_tokens * self.vocab_size
+        kept = kept_bytes(self._num_weights, on_gpu=hidden_brh.device.type == "cuda")
         columns = token_logprobs(
             hidden_brh,
             self._logits_of,
@@ -178,7 +179,7 @@ class Policy(nn.Module):
             row_n=batch.row_n,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
-            recomputes=row_bytes > KEPT_BYTES,
+            recomputes=row_bytes > kept,
             statistics=self.statistics,
         )
         return tuple(map(batch.segments.part.whole, columns))

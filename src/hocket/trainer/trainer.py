@@ -346,8 +346,8 @@ class Trainer(Together):
             max_gap: largest mean difference between the log-probs of trainer and servers. With
                 sync.on_mismatch=stop a larger one raises SyncError before any update.
         """
-        self.check_fits(samples)
         start = time.perf_counter()
+        self.check_fits(samples)
         learning_rate = self.engine.learning_rate if self.policy_learns else 0.0
         stop_kl = self._config.algorithm.stop_kl or math.inf
         if self._config.sync.on_mismatch != "stop":

@@ -190,13 +190,37 @@ async def test_a_lot_has_its_share_on_average_and_one_prompt_where_training_is_n
     assert abs(sum(sizes) - expected) <= 30
 
 
-async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -> None:
+async def test_of_a_small_evaluation_all_rollouts_are_compared_and_no_step_counts() -> None:
     before = {"sampling/surprise": -50.0, "sampling/variance": 1.0}
     groups = [[rollout(index, id_=f"eval 1/0/{index}") for index in range(4)]]
     world = World(4, 8e-6, -9, 9, 0)
     metrics = await world.check(history=[before]).rolled_out([*groups, []], None)
     assert len(world.asked) == 4
     assert metrics == {"eval/logprob_gap": pytest.approx(2e-6), "eval/z": pytest.approx(-9 / math.sqrt(18))}
+
+
+@pytest.mark.parametrize(("answer_tokens", "compared"), [(200, 16), (64, 32)])
+async def test_of_a_large_evaluation_16_greedy_answers_and_2048_draws_are_compared_and_all_texts_are_checked(
+    answer_tokens: int, compared: int
+) -> None:
+    """Of prompts with a greedy and a sampled answer."""
+    claimed: list[int] = []
+    chosen = []
+    for step in (1, 1, 2):
+        world = World()
+        claimed.clear()
+        groups = [
+            [rollout(*[token] * answer_tokens, id_=f"eval {step}/{place}/{token}") for token in (5, 6)]
+            for place in range(64)
+        ]
+        check = world.check(claim=lambda sequence: claimed.append(sequence.token_ids[1]) or "")
+        await check.rolled_out(groups, None)
+        assert (claimed.count(5), claimed.count(6)) == (64, 64)
+        assert [sample.sequence.token_ids[1] for sample in world.asked] == [5] * 16 + [6] * compared
+        places = {id(one[0].sequences[0]): place for place, one in enumerate(groups)}
+        chosen.append([places[id(sample.sequence)] for sample in world.asked[:16]])
+    assert chosen[0] == chosen[1] != chosen[2]  # another part in each evaluation
+    assert chosen[0] != list(range(16))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from tests.observe.test_run_folder import ONE, settings
 
 from hocket.config import load
 from hocket.errors import ConfigError, DataError
-from hocket.extras.page.page import MAX_CHARACTERS, write_pictures, write_report
+from hocket.extras.page.page import MAX_CHARACTERS, PHASES, write_pictures, write_report
+from hocket.extras.timeline import NAMES
 from hocket.observe.metrics import known_metrics
 from hocket.observe.rows import lines_of
 from hocket.observe.run_folder import RunFolder
@@ -32,6 +33,12 @@ METRICS = [
      "time/generate": 1.0, "time/train": 2.0, "time/step": 4.0},
 ]  # fmt: skip
 SUMMARY = {"steps": 2, "train_seconds": 142.4, "seed": 3, "final_version": 4}
+
+
+def test_the_table_of_phases_has_all_times_of_a_step() -> None:
+    times = {metric.name for metric in known_metrics() if metric.name.startswith("time/")}
+    assert times - {"time/step", "time/batch"} == {f"time/{name}" for name in PHASES}
+    assert times - {"time/step"} == set(NAMES)
 
 
 def one_group(*totals: float | None, text: str = "abc", note: str = "", id: str = "g") -> Group:

@@ -5,7 +5,7 @@ steps, statistics show whether tokens are drawn from the policy: for tokens draw
 −log p(token) − H(p) has mean 0 and the variance V = Σ Var(log p), whatever came before each token.
 A colder draw has D < 0, and −D / V is about the share by which its temperature is lower. Training
 measures D and V of what it trains on, without another pass. A random part of the prompts is measured
-before the step.
+before the step, and a random part of an evaluation's.
 """
 
 import dataclasses
@@ -35,7 +35,11 @@ MetricsHistory = Sequence[Mapping[str, float | None]]
 """Metrics of the steps so far."""
 # An alarm of one of these may mean that a server has wrong weights.
 SUSPICIOUS = ON_POLICY | {"train/importance_mean", "train/ess", "staleness/over_bound"}
-NUM_PROMPTS = 16  # prompts of the verification of servers
+NUM_PROMPTS = 16  # prompts of the verification of servers, and the least of an evaluation
+# Sampled tokens of an evaluation that are compared. n tokens that are greedy in place of drawn have
+# z = −√n · d / √(v + d), where d is the mean of H + log p and v that of Var(log p): -5 or less if d²
+# is (v + d) · 25 / n. Of two tokens with p and 1 − p it is less from p = .985 on.
+NUM_DRAWN = 2048
 SUMMED = (*DRAWN, "sampling/equal", "sampling/equal_expected")  # metrics that are sums
 RARE = 10.0  # nats by which one token may surprise: p = 5e-5
 ENTROPY = 3.0  # nats by which one may surprise less than expected
@@ -64,8 +68,8 @@ class SamplingCheck(RunPart):
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
         """Check each prompt's rollouts before a step, and return sampling/*.
 
-        `trains`: the step trains on some of them; None: they are an evaluation's, and all are
-        compared. Raise SyncError, or warn, where they fail.
+        `trains`: the step trains on some of them; None: they are an evaluation's. Raise SyncError, or
+        warn, where they fail.
         """
         if trains is None:
             return await self._evaluated(groups)
@@ -80,14 +84,17 @@ class SamplingCheck(RunPart):
 
         The trainer computes log-probs at training's temperature: only rollouts whose log-probs the
         server reports at the same one are compared. Those of greedy tokens are reported at 1, and
-        have no eval/z, as they are no draw.
+        have no eval/z, as they are no draw. Their texts are all checked, and some are compared.
         """
+        rng = random.Random(groups[0][0].id)
+        shuffled = rng.sample(groups, len(groups))  # the first of them are compared
         greedy: Metrics = {}
         drawn: Metrics = {}
         if self.temperature == 1:
-            greedy = await self._checked([rollouts[:1] for rollouts in groups], None)
+            greedy = await self._checked([rollouts[:1] for rollouts in shuffled], None)
         if self.eval_temperature == self.temperature:
-            drawn = await self._checked([rollouts[1:] for rollouts in groups], None)
+            answers = [rollouts[1:] for rollouts in shuffled]
+            drawn = await self._checked(answers, None, NUM_DRAWN)
         gaps = [
             part["sampling/logprob_gap"]
             for part in (greedy, drawn)
@@ -98,8 +105,13 @@ class SamplingCheck(RunPart):
             metrics["eval/z"] = drawn["sampling/z"]
         return metrics
 
-    async def _checked(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
-        """Compare rollouts with the trainer; returns sampling/* and time/check."""
+    async def _checked(
+        self, groups: Sequence[Sequence[Rollout]], trains: bool | None, num_drawn: int = 0
+    ) -> Metrics:
+        """Compare rollouts with the trainer; returns sampling/* and time/check.
+
+        `num_drawn`: sampled tokens of an evaluation to compare, if NUM_PROMPTS prompts have fewer.
+        """
         metrics: Metrics = {}
         with timed(metrics, "time/check"):
             newest = self.verification.publisher.versions.current
@@ -114,7 +126,10 @@ class SamplingCheck(RunPart):
             bounds = [self.verification.bound(member.dtype) for member in members]
             bound = max(bounds, default=math.inf)
             fresh = all(answer.version_min == newest for answer in answers)
-            claimed, compared = self._chosen(groups, answers, trains, fresh)
+            if trains is not None:
+                claimed, compared = self._chosen(groups, answers, trains and fresh)
+            else:
+                claimed, compared = answers, of_first_prompts(groups, num_drawn)
             contradiction = next(filter(None, map(self.claim, claimed)), "")
             if contradiction:
                 self.verification.fail(
@@ -140,19 +155,17 @@ class SamplingCheck(RunPart):
         self,
         groups: Sequence[Sequence[Rollout]],
         answers: Sequence[TokenSequence],
-        trains: bool | None,
-        fresh: bool,
+        trains_fresh: bool,
     ) -> tuple[Sequence[TokenSequence], Sequence[TokenSequence]]:
         """Draw the answers whose text is checked, and those whose log-probs are compared.
 
-        An evaluation's are all checked. The draw depends on the first prompt alone.
+        `trains_fresh`: the step trains on some of them, and the newest weights sampled all. The
+        draw depends on the first prompt alone.
         """
-        if trains is None:
-            return answers, answers
         rng = random.Random(groups[0][0].id if groups else "")
         claimed = rng.sample(answers, min(len(groups), len(answers)))
         # Rounded at random, to `share` on average, where training compares the others; else up.
-        less = rng.random() if trains and fresh and self.fair else 0.0
+        less = rng.random() if trains_fresh and self.fair else 0.0
         count = math.ceil(self.share * len(groups) - less)
         return claimed, sampled(rng.sample(groups, count))
 
@@ -210,6 +223,19 @@ def sampled(groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
     sequences: list[TokenSequence] = []
     for rollout in itertools.chain.from_iterable(groups):
         sequences += [sequence for sequence in rollout.sequences if any(sequence.mask[1:])]
+    return sequences
+
+
+def of_first_prompts(groups: Sequence[Sequence[Rollout]], num_tokens: int) -> list[TokenSequence]:
+    """Take the sequences of the first NUM_PROMPTS prompts, and of more until they have `num_tokens`
+    sampled tokens.
+    """
+    sequences: list[TokenSequence] = []
+    for number, rollouts in enumerate(groups):
+        if number >= NUM_PROMPTS and num_tokens <= 0:
+            break
+        sequences += sampled([rollouts])
+        num_tokens -= sum(rollout.num_sampled for rollout in rollouts)
     return sequences
 
 

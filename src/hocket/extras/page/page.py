@@ -33,7 +33,19 @@ MAX_ROWS = 128  # rollouts of a step
 MAX_CHARACTERS = 2000  # of a text
 LONG = ("messages", "dialogue", "others", "meta")  # columns that a report leaves out
 # Phases of time/step, in order; the rest of it is `other`.
-PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
+PHASES = (
+    "generate",
+    "reward",
+    "record",
+    "turn",
+    "check",
+    "measure",
+    "samples",
+    "train",
+    "checkpoint",
+    "sync",
+    "eval",
+)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER_S = 120.0
 _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
