@@ -13,12 +13,9 @@ it writes the picture OUTPUT/curve.svg, and a table of accuracies and seconds (w
     benchmarks/curve.py MODEL OUTPUT --seeds 0,1,2
 """
 
-import contextlib
 import itertools
 import json
 import math
-import os
-import runpy
 import shutil
 import signal
 import sys
@@ -29,10 +26,12 @@ from typing import Any
 
 from shared import ROOT, parser
 
+from hocket.common.registry import load_plugin
 from hocket.observe.rows import read_lines, read_metrics, step_of
 from support.processes import Process, free_port
 
 PROMPTS, TOKENS, HELD_OUT = 8, 12, 200
+SUMS = f"{ROOT}/config/sums.py"
 MICRO_BATCH = 16  # completions of a forward pass of TRL, as in benchmarks/peer.py
 COLOURS = {"hocket": "#0b6e99", "TRL": "#c2571a"}
 Line = dict[str, Any]  # who, seed, rewards and seconds by step, greedy by step
@@ -44,7 +43,7 @@ def write_rows(folder: Path, seed: int, number: int) -> None:
     from hocket.data.stream import PromptStream
     from hocket.types import Prompt
 
-    sums = runpy.run_path(str(ROOT / "config" / "sums.py"))["sums"]
+    sums = load_plugin(SUMS).sums
     rows = list(itertools.islice(sums("train", 0), number))
     prompts = [Prompt(id=str(index), token_ids=(1,)) for index in range(number)]
     drawn = PromptStream(prompts, Shuffle(), seed=seed).take(number)
@@ -61,7 +60,7 @@ def hocket(folder: Path, options: Any, seed: int) -> Line:
     """Train with hocket's quickstart."""
     settings = {
         "run.dir": folder / "run",
-        "plugins": f"[{ROOT}/config/sums.py]",
+        "plugins": f"[{SUMS}]",
         "model.path": options.model,
         "model.max_length": 128,
         "model.dtype": "float32",
@@ -119,7 +118,7 @@ def play_trl(chosen: dict[str, Any]) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     folder = Path(chosen["folder"])
-    right = runpy.run_path(str(ROOT / "config" / "sums.py"))["last_number"]
+    right = load_plugin(SUMS).last_number
     figures: Line = {"rewards": [], "greedy": {}, "seconds": []}
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
@@ -240,8 +239,9 @@ def panel(lines: Sequence[Line], title: str, what: str, left: int, last: int) ->
     for tick in (0, 0.25, 0.5, 0.75, 1):
         drawn.append(f'<path d="M{left} {y(tick)} h{WIDTH}" stroke="#ddd"/>')
         drawn.append(f'<text x="{left - 8}" y="{y(tick) + 4}" text-anchor="end">{tick:g}</text>')
-    for step in range(0, last + 1, max(1, last // 4)):
-        drawn.append(f'<text x="{x(step)}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{step}</text>')
+    below = TOP + HEIGHT + 18
+    ticks = range(0, last + 1, max(1, last // 4))
+    drawn += [f'<text x="{x(step)}" y="{below}" text-anchor="middle">{step}</text>' for step in ticks]
     for who, colour in COLOURS.items():
         curve = points(lines, who, what)
         if not curve:
@@ -331,8 +331,7 @@ if __name__ == "__main__":
     arguments.add_argument("model", type=Path, help="its folder")
     arguments.add_argument("output", type=Path, help="folder of curve.jsonl, curve.svg and the runs' logs")
     chosen = arguments.parse_args()
-    with contextlib.chdir(ROOT):
-        if chosen.as_trl:
-            play_trl(json.loads(chosen.as_trl))
-        else:
-            main(chosen)
+    if chosen.as_trl:
+        play_trl(json.loads(chosen.as_trl))
+    else:
+        main(chosen)

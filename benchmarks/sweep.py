@@ -263,7 +263,6 @@ def main(options: Any) -> None:
 
 
 if __name__ == "__main__":
-    os.chdir(ROOT)
     arguments = parser(
         __doc__,
         only=("", f"of {', '.join(FACTORS)}; default: all"),
