@@ -40,12 +40,13 @@ Line = dict[str, Any]  # who, seed, rewards and seconds by step, greedy by step
 def write_rows(folder: Path, seed: int, number: int) -> None:
     """Write the held-out rows, and `number` rows in the order in which a run with this seed draws them."""
     from hocket.data.curriculum import Shuffle
+    from hocket.data.prompt_list import Prompts
     from hocket.data.stream import PromptStream
     from hocket.types import Prompt
 
     sums = load_plugin(SUMS).sums
     rows = list(itertools.islice(sums("train", 0), number))
-    prompts = [Prompt(id=str(index), token_ids=(1,)) for index in range(number)]
+    prompts = Prompts(Prompt(id=str(index), token_ids=(1,)) for index in range(number))
     drawn = PromptStream(prompts, Shuffle(), seed=seed).take(number)
     write_lines(folder / "train.jsonl", rows)
     write_lines(folder / "drawn.jsonl", [rows[int(prompt.id)] for prompt in drawn.values()])
