@@ -16,6 +16,7 @@ it writes the picture OUTPUT/curve.svg, and a table of accuracies and seconds (w
 import itertools
 import json
 import math
+import random
 import shutil
 import signal
 import sys
@@ -70,7 +71,8 @@ def hocket(folder: Path, options: Any, seed: int) -> Line:
         "eval.num_prompts": HELD_OUT,
         "eval.temperature": 0,
         "eval.every_steps": options.every,
-        "rewards.functions": "{last_number: 1}",
+        "eval.reward": "last_number",
+        "rewards.functions": f"{{{options.reward}: 1}}",
         "rollout.prompts_per_step": PROMPTS,
         "rollout.group_size": options.group,
         "rollout.max_tokens": TOKENS,
@@ -78,6 +80,8 @@ def hocket(folder: Path, options: Any, seed: int) -> Line:
         "trainer.seed": seed,
         "trainer.steps": options.steps,
         "trainer.learning_rate": options.rate,
+        "trainer.schedule": "constant",
+        "trainer.warmup_steps": 0,
         "server.port": free_port(),
         "server.engine": "{block_size: 32}",
         "checkpoint.every_steps": 0,
@@ -96,7 +100,7 @@ def trl(folder: Path, options: Any, seed: int) -> Line:
     from peer import home_of_trl
 
     chosen = {"model": str(options.model), "folder": str(folder), "seed": seed, "rate": options.rate}
-    chosen |= {"group": options.group, "steps": options.steps, "every": options.every}
+    chosen |= {"group": options.group, "steps": options.steps, "every": options.every, "reward": options.reward}
     own = {"program": [__file__], "PYTHONPATH": str(home_of_trl()), "WANDB_DISABLED": "true"}
     # The parser wants both positional arguments, which this process does not read.
     command = [str(options.model), str(folder), "--as-trl", json.dumps(chosen)]
@@ -125,6 +129,8 @@ def play_trl(chosen: dict[str, Any]) -> None:
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
         scores = [right(text, wanted) for text, wanted in zip(texts, answer, strict=True)]
+        if chosen["reward"] == "random":
+            scores = [float(random.getrandbits(1)) for _ in texts]
         figures["rewards"].append(sum(scores) / len(scores))
         return scores
 
@@ -326,6 +332,7 @@ if __name__ == "__main__":
         every=(10, "steps between held-out evaluations, besides those at start and end"),
         group=(8, "completions of a prompt"),
         rate=(1e-5, "learning rate"),
+        reward=("last_number", "reward that is trained; random: a control that teaches nothing"),
         without_trl=(False, "hocket alone; nothing is installed"),
         as_trl=("", "for its own child process: what is chosen here, as JSON"),
     )

@@ -1,10 +1,10 @@
 """Which settings teach a real model, and which ones break it: one factor at a time from a centre.
 
 Each run is `run.py quickstart` on MODEL, the folder of a small instruction-tuned model: sums of two numbers of two
-digits (config/sums.py), 8 prompts x 8 completions of 12 tokens, dr_grpo, learning rate 1e-5, without warm-up. A group
-of another size has as many completions a step. A run is a line of OUTPUT/runs.jsonl as soon as it ends; the same
-command continues what was interrupted, and runs nothing twice. The table is made from the lines. Runs at one time
-divide the cores, so that `s a step` depends on --jobs.
+digits (config/sums.py), 8 prompts x 8 completions of 12 tokens, dr_grpo, a learning rate of 1e-5 after a warm-up of 5
+steps that falls as a cosine. A group of another size has as many completions a step. A run is a line of
+OUTPUT/runs.jsonl as soon as it ends; the same command continues what was interrupted, and runs nothing twice. The table
+is made from the lines. Runs at one time divide the cores, so that `s a step` depends on --jobs.
 
 A run has collapsed at the first step where
   - its held-out greedy accuracy is below its best by more than 2 standard errors of the difference, or
@@ -39,13 +39,15 @@ Settings = dict[str, str]
 CENTRE: Settings = {
     "plugins": f"[{ROOT}/config/sums.py]",
     "data.source": "task:sums",
-    "rewards.functions": "{last_number: 1}",
+    "eval.reward": "last_number",
     "model.max_length": "128",
     "rollout.prompts_per_step": "8",
     "rollout.group_size": "8",
     "rollout.max_tokens": "12",
     "algorithm.preset": "dr_grpo",
     "trainer.learning_rate": "1e-5",
+    "trainer.warmup_steps": "5",
+    "trainer.schedule": "cosine",
     "server.engine": "{block_size: 32}",
     "eval.num_prompts": str(HELD_OUT),
     "checkpoint.every_steps": "0",
@@ -65,9 +67,9 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "temperature 0.7": {"rollout.temperature": "0.7"},
         "temperature 1.3": {"rollout.temperature": "1.3"},
     },
-    "warmup": {
-        "warm-up 5": {"trainer.warmup_steps": "5"},
-        "2e-5, warm-up 5": {RATE: "2e-5", "trainer.warmup_steps": "5"},
+    "schedule": {
+        "constant": {"trainer.schedule": "constant"},
+        "no warm-up": {"trainer.warmup_steps": "0"},
     },
 }
 CURVE = {  # in a line of the results: a metric
@@ -202,10 +204,12 @@ def row_of(name: str, lines: Sequence[Mapping[str, Any]]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def grid(only: Sequence[str], seeds: Sequence[int], model: Path, output: Path, steps: int) -> list[Run]:
+def grid(
+    only: Sequence[str], seeds: Sequence[int], model: Path, output: Path, steps: int, reward: str = "last_number"
+) -> list[Run]:
     """List the runs in the order in which they are made: all of the first seed come first."""
     runs = []
-    shared = {"model.path": str(model), "trainer.steps": str(steps)}
+    shared = {"model.path": str(model), "trainer.steps": str(steps), "rewards.functions": f"{{{reward}: 1}}"}
     shared["eval.every_steps"] = str(max(1, steps // EVALUATIONS))
     for seed in seeds:
         for factor in only or FACTORS:
@@ -257,8 +261,9 @@ def main(options: Any) -> None:
         sys.exit(f"--only has no {', '.join(sorted(unknown))}: choose of {', '.join(FACTORS)}")
     if not options.table:
         options.output.mkdir(parents=True, exist_ok=True)
-        runs = grid(only, options.seeds, options.model.resolve(), options.output.resolve(), options.steps)
-        play(runs, options.output.resolve(), options.jobs)
+        output = options.output.resolve()
+        runs = grid(only, options.seeds, options.model.resolve(), output, options.steps, options.reward)
+        play(runs, output, options.jobs)
     print(table([line for line in results(options.output) if "failed" not in line]))
 
 
@@ -269,6 +274,7 @@ if __name__ == "__main__":
         seeds=([0], "seeds of each run"),
         steps=(24, "steps of each run"),
         jobs=(1, "runs at a time"),
+        reward=("last_number", "reward that is trained; random: a control that teaches nothing"),
         table=(False, "print the table of the runs so far, and run nothing"),
     )
     arguments.add_argument("model", type=Path, help="its folder")

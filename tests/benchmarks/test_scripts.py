@@ -29,8 +29,8 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
     "clients": (ENGINE, "checkpoints/tiny-sort --only openai --length 512", """openai *: chat.completions: # tokens, *
         openai *: chat.completions, a forced tool: a call of weather(*
         openai *: responses, a stream: # tokens, *"""),
-    "curve": (WHOLE, "checkpoints/tiny-sort FOLDER --without-trl --seeds 0 --steps 2 --every 2 --group 2 --rate 1e-6",
-        """hocket, seed 0: 2 steps
+    "curve": (WHOLE, "checkpoints/tiny-sort FOLDER --without-trl --seeds 0 --steps 2 --group 2 --reward random", """
+        hocket, seed 0: 2 steps
         | hocket | 1 | * ± * | * ± * | # |
         picture: *"""),
     "fuzz": ([], "--number 12 --seed 11", """200: #, *
@@ -82,7 +82,8 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         /v1/chat/completions: 4 requests *
         /v1/chat/completions, stream: 4 requests *
         /generate: 4 requests *"""),
-    "sweep": (WHOLE, "checkpoints/tiny-sort FOLDER --only kl --steps 2", """kl 0.01, seed 0: begun, 0 wait
+    "sweep": (WHOLE, "checkpoints/tiny-sort FOLDER --only kl --steps 2 --reward random", """
+        kl 0.01, seed 0: begun, 0 wait
         | kl 0.01 | 1 | *"""),
     "sync": (ENGINE, TINY, f"""floor: load #
         collective {SENT} / (broadcast + load) #
@@ -168,7 +169,7 @@ RUNS = [
 def test_a_script_runs_at_its_smallest_size(script: Path, arguments: str, lines: str, tmp_path: Path) -> None:
     output = said_by(script, arguments, tmp_path, lacks=() if script.stem == "simulate" else LACKS)
     said = [" ".join(line.split()) for line in output.splitlines()]
-    for line in map(str.strip, lines.splitlines()):
+    for line in map(str.strip, lines.strip().splitlines()):
         pattern = re.escape(line).replace(r"\*", ".*").replace(r"\#", r"([\d.,]+(?:e-\d+)?)")
         found = next(filter(None, (re.fullmatch(pattern, one) for one in said)), None)
         assert found, f"no line {line!r} in\n{output}"
