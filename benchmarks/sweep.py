@@ -78,7 +78,6 @@ CURVE = {  # in a line of the results: a metric
     "duplicates": "rollout/duplicates",
     "gap": "train/logprob_gap",
     "gradient": "train/grad_norm",
-    "seconds": "time/step",
     "greedy": "eval/greedy",
     "greedy_stderr": "eval/greedy_stderr",
     "sampled": "eval/sampled",
@@ -139,6 +138,8 @@ def point(row: Mapping[str, Any]) -> dict[str, Any]:
             chosen[name] = round(value, 6)
     if (silent := row.get("rollout/zero_variance")) is not None:
         chosen["signal"] = 1 - silent
+    if "time/step" in row:
+        chosen["seconds"] = round(row["time/step"] - row.get("time/eval", 0.0), 3)
     return chosen
 
 
@@ -188,7 +189,7 @@ def row_of(name: str, lines: Sequence[Mapping[str, Any]]) -> str:
     entropy = [sum(rows[at]["entropy"] for rows in updates) / len(updates) for at in (0, -1)]
     steps = [row for curve in curves for row in curve if "signal" in row]
     signal_share = sum(row["signal"] for row in steps) / len(steps)
-    seconds = sorted(row["seconds"] for row in steps if "greedy" not in row)
+    seconds = sorted(row["seconds"] for row in steps)
     falls = [f"{line['collapsed']['step']} ({line['collapsed']['by']})" for line in lines if line.get("collapsed")]
     cells = (
         name,

@@ -78,3 +78,9 @@ def test_what_has_a_line_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mo
     sweep.play([Ends(name, 0, {}, tmp_path) for name in "abc"], tmp_path, 1)
     assert started == ["b", "c"]
     assert [line["name"] for line in sweep.results(tmp_path)] == ["a", "b", "b", "c"]
+
+
+def test_a_step_s_seconds_are_those_without_its_evaluation_and_signal_is_the_share_of_unequal_groups() -> None:
+    row = {"step": 6, "time/step": 9.0, "time/eval": 4.0, "rollout/zero_variance": 0.25, "reward/mean": 0.5}
+    assert sweep.point(row) == {"step": 6, "reward": 0.5, "signal": 0.75, "seconds": 5.0}
+    assert sweep.point({"step": 0, "eval/greedy": 0.1}) == {"step": 0, "greedy": 0.1}
