@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def write_rows(folder: Path, seed: int, number: int) -> None:
 
     sums = load_plugin(SUMS).sums
     rows = list(itertools.islice(sums("train", 0), number))
-    prompts = Prompts(Prompt(id=str(index), token_ids=(1,)) for index in range(number))
+    prompts = Prompts(Prompt(id=str(index), token_ids=array("I", (1,))) for index in range(number))
     drawn = PromptStream(prompts, Shuffle(), seed=seed).take(number)
     write_lines(folder / "train.jsonl", rows)
     write_lines(folder / "drawn.jsonl", [rows[int(prompt.id)] for prompt in drawn.values()])
@@ -88,7 +89,7 @@ def hocket(folder: Path, options: Any, seed: int) -> Line:
     }
     run_to_end(["quickstart", *(f"{key}={value}" for key, value in settings.items())], folder / "log")
     shutil.rmtree(folder / "run" / "weights", ignore_errors=True)
-    rows = read_metrics(folder / "run")
+    rows: list[dict[str, Any]] = list(read_metrics(folder / "run"))
     steps = [row for row in rows if step_of(row) > 0]
     greedy = {str(row["step"]): row["eval/greedy"] for row in rows if "eval/greedy" in row}
     seconds = [row["time/step"] - row.get("time/eval", 0.0) for row in steps]

@@ -130,7 +130,7 @@ class Run:
         return line | {"collapsed": collapsed(curve), "curve": curve}
 
 
-def point(row: Mapping[str, Any]) -> dict[str, Any]:
+def point(row: dict[str, Any]) -> dict[str, Any]:
     """Choose what a line of the results has of a step."""
     chosen: dict[str, Any] = {"step": step_of(row)}
     for name, metric in CURVE.items():
