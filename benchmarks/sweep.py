@@ -62,7 +62,11 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "group 4": {"rollout.prompts_per_step": "16", "rollout.group_size": "4"},
     },
     "kl": {"kl 0.01": {"algorithm.kl": "k3", "algorithm.kl_coef": "0.01"}},
-    "preset": {"grpo": {"algorithm.preset": "grpo"}, "dapo": {"algorithm.preset": "dapo"}},
+    "preset": {
+        "grpo": {"algorithm.preset": "grpo"},
+        # Its penalty of length begins at 10 of 12 tokens, which most right answers have.
+        "dapo": {"algorithm.preset": "dapo", "algorithm.overlong_share": "0"},
+    },
     "temperature": {
         "temperature 0.7": {"rollout.temperature": "0.7"},
         "temperature 1.3": {"rollout.temperature": "1.3"},
