@@ -22,5 +22,5 @@ def sums(split: str, seed: int) -> Iterator[dict[str, Any]]:
 @reward("last_number", inline=True)
 def last_number(completion: str, answer: str) -> float:
     """Give 1 if the last number of the completion is the answer, else 0."""
-    numbers = re.findall(r"\d+", completion)
+    numbers = re.findall(r"-?\d+", completion)
     return float(bool(numbers) and numbers[-1] == answer)

@@ -36,6 +36,7 @@ def test_no_held_out_sum_is_trained_in_either_order_of_its_numbers() -> None:
         ("139 is 64 + 75", 0.0),  # the last number counts, or a list of many would be right
         ("1390", 0.0),
         ("0139", 0.0),
+        ("64 - 203 = -139", 0.0),
         ("a hundred and thirty-nine", 0.0),
         ("", 0.0),
     ],
