@@ -1,6 +1,7 @@
 """The documentation is what the program itself prints."""
 
 import collections
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,28 @@ async def test_the_rewards_of_the_documentation_work_as_they_stand(tmp_path: Pat
     with scorer_of_all(settings.rewards) as scorer:
         scores = await scorer.score_group(rollouts)
     assert [score.total for score in scores] == [0.5 * 2 + (2 - 1) + 0, 0.5 * 1 + (1 - 0) + 1]
+
+
+def test_the_rows_and_the_reward_of_the_first_model_are_those_of_its_plugin() -> None:
+    page = (ROOT / "docs" / "first_model.md").read_text(encoding="utf-8")
+    plugin = (ROOT / "config" / "sums.py").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    assert [block for block in blocks if block not in plugin] == []
+    lines = len(plugin.splitlines())
+    assert f"a plugin of {lines} lines" in page
+
+
+async def test_the_completions_of_the_first_model_get_what_its_page_shows() -> None:
+    page = (ROOT / "docs" / "first_model.md").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in re.findall(r"^\{.*\}$", page, re.M)]
+    rewards = [float(reward) for reward in re.findall(r"^hand\.jsonl:\d  (\d)  ", page, re.M)]
+    settings = config.load(ROOT / "config" / "smollm2_sums.yaml", [f"plugins=[{ROOT}/config/sums.py]"])
+    load_plugins(settings.plugins)
+    with scorer_of_all(settings.rewards) as scorer:
+        for row, reward in zip(rows, rewards, strict=True):
+            rollout = played(Prompt(id="p", token_ids=(1,), answer=row["answer"]), "r", row["completion"])
+            assert (await scorer.score(rollout)).total == reward
 
 
 def shown(name: str, folder: Path) -> Any:

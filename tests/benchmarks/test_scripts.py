@@ -29,6 +29,10 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
     "clients": (ENGINE, "checkpoints/tiny-sort --only openai --length 512", """openai *: chat.completions: # tokens, *
         openai *: chat.completions, a forced tool: a call of weather(*
         openai *: responses, a stream: # tokens, *"""),
+    "curve": (WHOLE, "checkpoints/tiny-sort FOLDER --without-trl --seeds 0 --steps 2 --group 2 --reward random", """
+        hocket, seed 0: 2 steps
+        | hocket | 1 | * ± * | * ± * | # |
+        picture: *"""),
     "fuzz": ([], "--number 12 --seed 11", """200: #, *
         12 requests with seed 11, slowest # s: *
         answers as before: True; 5xx or without an answer: none"""),
@@ -78,6 +82,9 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         /v1/chat/completions: 4 requests *
         /v1/chat/completions, stream: 4 requests *
         /generate: 4 requests *"""),
+    "sweep": (WHOLE, "checkpoints/tiny-sort FOLDER --only kl --steps 2 --reward random", """
+        kl 0.01, seed 0: begun, 0 wait
+        | kl 0.01 | 1 | *"""),
     "sync": (ENGINE, TINY, f"""floor: load #
         collective {SENT} / (broadcast + load) #
         disk {SENT} / (write + read + load) # / (write + read) #
@@ -116,7 +123,7 @@ def said_by(script: Path, arguments: str, folder: Path, lacks: Sequence[str] = L
     """Return what a script of Python prints before it ends well, without the packages that it lacks."""
     runner = folder / "runner.py"
     runner.write_text(RUNNER.format(lacks=lacks))
-    words = [str(script), *arguments.split()]
+    words = [str(script), *arguments.replace("FOLDER", str(folder)).split()]
     with Command(words, folder / "log", program=[str(runner)], **{FORKS: "1"}) as process:
         assert process.wait_end(600) == 0, process.output()[-6000:]
     return process.output()
@@ -162,7 +169,7 @@ RUNS = [
 def test_a_script_runs_at_its_smallest_size(script: Path, arguments: str, lines: str, tmp_path: Path) -> None:
     output = said_by(script, arguments, tmp_path, lacks=() if script.stem == "simulate" else LACKS)
     said = [" ".join(line.split()) for line in output.splitlines()]
-    for line in map(str.strip, lines.splitlines()):
+    for line in map(str.strip, lines.strip().splitlines()):
         pattern = re.escape(line).replace(r"\*", ".*").replace(r"\#", r"([\d.,]+(?:e-\d+)?)")
         found = next(filter(None, (re.fullmatch(pattern, one) for one in said)), None)
         assert found, f"no line {line!r} in\n{output}"
