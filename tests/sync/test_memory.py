@@ -17,7 +17,7 @@ from hocket.sync.disk import DiskTransport
 from hocket.sync.memory import MemoryFolder
 from hocket.sync.versions import Versions
 from support import fakes
-from sync.test_disk import Disk, FileServer
+from support.disk import Disk, FileServer
 
 MIB = 1 << 20
 

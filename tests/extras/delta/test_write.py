@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.sync.test_disk import Disk, FileServer, cut, flip, hurt_once, no_room, remove
+from tests.sync.test_disk import cut, flip, hurt_once, no_room, remove
 
 from hocket.errors import ConfigError, ServerError
 from hocket.extras.delta import codec as delta
 from hocket.extras.delta.load import PatchedCopy
 from hocket.protocol import ReloadRequest, manifest
 from support import fakes
+from support.disk import Disk, FileServer
 
 
 class DeltaServer(FileServer):
