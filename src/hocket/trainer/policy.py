@@ -168,7 +168,7 @@ class Policy(nn.Module):
         """
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
         row_bytes = 4 * batch.max_tokens * self.vocab_size
-        kept = kept_bytes(self._num_weights, on_gpu=hidden_brh.device.type == "cuda")
+        kept = kept_bytes(self._num_weights, on_gpu=hidden_brh.device.type != "cpu")
         columns = token_logprobs(
             hidden_brh,
             self._logits_of,

@@ -199,18 +199,21 @@ async def test_of_a_small_evaluation_all_rollouts_are_compared_and_no_step_count
     assert metrics == {"eval/logprob_gap": pytest.approx(2e-6), "eval/z": pytest.approx(-9 / math.sqrt(18))}
 
 
-@pytest.mark.parametrize(("answer_tokens", "compared"), [(200, 16), (64, 32)])
-async def test_of_a_large_evaluation_16_greedy_answers_and_2048_draws_are_compared_and_all_texts_are_checked(
-    answer_tokens: int, compared: int
+@pytest.mark.parametrize(("answer_tokens", "p", "compared"), [(64, 0.5, 16), (16, 0.9, 60), (64, 0.99, 32)])
+async def test_of_a_large_evaluation_16_greedy_answers_and_draws_of_100_nats_or_2048_tokens_are_compared(
+    answer_tokens: int, p: float, compared: int
 ) -> None:
-    """Of prompts with a greedy and a sampled answer."""
+    """Of prompts with a greedy and a sampled answer, whose texts are all checked.
+
+    60 · 16 · -log .9 = 101.1 nats, 32 · 64 = 2,048 tokens.
+    """
     claimed: list[int] = []
     chosen = []
     for step in (1, 1, 2):
         world = World()
         claimed.clear()
         groups = [
-            [rollout(*[token] * answer_tokens, id_=f"eval {step}/{place}/{token}") for token in (5, 6)]
+            [rollout(*[token] * answer_tokens, p=p, id_=f"eval {step}/{place}/{token}") for token in (5, 6)]
             for place in range(64)
         ]
         check = world.check(claim=lambda sequence: claimed.append(sequence.token_ids[1]) or "")

@@ -8,8 +8,8 @@ from hocket.observe.metrics import Metric, metric_table
 # fmt: off
 metric_table("checks")(
     (
-        Metric("eval/logprob_gap", "sampling/logprob_gap of 16 held-out prompts at random, or of 2,048 drawn tokens"),
-        Metric("eval/z", "sampling/z of the sampled answers of these prompts",
+        Metric("eval/logprob_gap", "sampling/logprob_gap of a random part of the held-out prompts, at least 16"),
+        Metric("eval/z", "sampling/z of the sampled answers to a random part of the prompts",
                low=-5, high=5, advice="eval/sampled misleads: see sampling/z"),
         Metric("sampling/logprob_gap", "mean |trainer − engine log-prob| of rollouts, before training"),
         Metric("sampling/surprise", "a fair share of trained tokens: Σ −log p − entropy; 0 on average if drawn from p"),

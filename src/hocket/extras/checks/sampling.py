@@ -36,9 +36,10 @@ MetricsHistory = Sequence[Mapping[str, float | None]]
 # An alarm of one of these may mean that a server has wrong weights.
 SUSPICIOUS = ON_POLICY | {"train/importance_mean", "train/ess", "staleness/over_bound"}
 NUM_PROMPTS = 16  # prompts of the verification of servers, and the least of an evaluation
-# Sampled tokens of an evaluation that are compared. n tokens that are greedy in place of drawn have
-# z = −√n · d / √(v + d), where d is the mean of H + log p and v that of Var(log p): -5 or less if d²
-# is (v + d) · 25 / n. Of two tokens with p and 1 − p it is less from p = .985 on.
+# Nats by which an evaluation's compared draws surprise in all, or their tokens. n tokens that are
+# greedy in place of drawn have z = −√n · d / √(v + d), where d is the mean of H + log p and v that of
+# Var(log p). Of two tokens with p and 1 − p it is below -5 for p of .6 to .985 at one of the two.
+NUM_NATS = 100.0
 NUM_DRAWN = 2048
 SUMMED = (*DRAWN, "sampling/equal", "sampling/equal_expected")  # metrics that are sums
 RARE = 10.0  # nats by which one token may surprise: p = 5e-5
@@ -94,7 +95,7 @@ class SamplingCheck(RunPart):
             greedy = await self._checked([rollouts[:1] for rollouts in shuffled], None)
         if self.eval_temperature == self.temperature:
             answers = [rollouts[1:] for rollouts in shuffled]
-            drawn = await self._checked(answers, None, NUM_DRAWN)
+            drawn = await self._checked(answers, None, NUM_NATS)
         gaps = [
             part["sampling/logprob_gap"]
             for part in (greedy, drawn)
@@ -106,11 +107,12 @@ class SamplingCheck(RunPart):
         return metrics
 
     async def _checked(
-        self, groups: Sequence[Sequence[Rollout]], trains: bool | None, num_drawn: int = 0
+        self, groups: Sequence[Sequence[Rollout]], trains: bool | None, nats: float = 0.0
     ) -> Metrics:
         """Compare rollouts with the trainer; returns sampling/* and time/check.
 
-        `num_drawn`: sampled tokens of an evaluation to compare, if NUM_PROMPTS prompts have fewer.
+        `nats`: by which the compared answers of an evaluation surprise, if those of NUM_PROMPTS do
+        by less.
         """
         metrics: Metrics = {}
         with timed(metrics, "time/check"):
@@ -129,7 +131,7 @@ class SamplingCheck(RunPart):
             if trains is not None:
                 claimed, compared = self._chosen(groups, answers, trains and fresh)
             else:
-                claimed, compared = answers, of_first_prompts(groups, num_drawn)
+                claimed, compared = answers, of_first_prompts(groups, nats)
             contradiction = next(filter(None, map(self.claim, claimed)), "")
             if contradiction:
                 self.verification.fail(
@@ -226,16 +228,20 @@ def sampled(groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
     return sequences
 
 
-def of_first_prompts(groups: Sequence[Sequence[Rollout]], num_tokens: int) -> list[TokenSequence]:
-    """Take the sequences of the first NUM_PROMPTS prompts, and of more until they have `num_tokens`
-    sampled tokens.
+def of_first_prompts(groups: Sequence[Sequence[Rollout]], nats: float) -> list[TokenSequence]:
+    """Take the sequences of the first NUM_PROMPTS prompts, and of more until they surprise by `nats`
+    or have NUM_DRAWN sampled tokens.
     """
     sequences: list[TokenSequence] = []
+    surprise = 0.0
+    num_tokens = 0
     for number, rollouts in enumerate(groups):
-        if number >= NUM_PROMPTS and num_tokens <= 0:
+        is_enough = surprise >= nats or num_tokens >= NUM_DRAWN
+        if number >= NUM_PROMPTS and is_enough:
             break
         sequences += sampled([rollouts])
-        num_tokens -= sum(rollout.num_sampled for rollout in rollouts)
+        surprise -= math.fsum(map(_logprob_of, rollouts))
+        num_tokens += sum(rollout.num_sampled for rollout in rollouts)
     return sequences
 
 
