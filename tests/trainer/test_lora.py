@@ -242,7 +242,7 @@ def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
 
 def test_an_adapted_layer_computes_what_peft_does_with_one_tensor_of_its_size_less(tied_model: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
-    Adapter(ModelConfig(path=tied_model, lora=LoraConfig(alpha=8))).prepare(model, seed=0)
+    Adapter(ModelConfig(path=tied_model, lora=LoraConfig(rank=1, alpha=8))).prepare(model, seed=0)
     layer = model.model.layers[0].mlp.down_proj
     torch.nn.init.ones_(layer.lora_B["default"].weight)
     assert layer.lora_variant.keys() == {"default"}
@@ -259,4 +259,4 @@ def test_an_adapted_layer_computes_what_peft_does_with_one_tensor_of_its_size_le
         layer.lora_variant.clear()  # PEFT's own way is next
     torch.testing.assert_close(results[0], results[1])
     torch.testing.assert_close(gradients[0], gradients[1])
-    assert peaks[1] - peaks[0] >= results[0].nbytes
+    assert peaks[1] - peaks[0] > 0.9 * results[0].nbytes  # A x counts, too, which is small

@@ -146,7 +146,7 @@ def advice(config: Config, needed: Needs, free: float, objective: Objective | No
     """Name the first settings with which a run fits, or say that none do."""
     least, smallest = "", needed.total
     for way in ways(config):
-        words = " ".join(f"{key}={json.dumps(value)}" for key, value in way.items())
+        words = " ".join(f"{key}={_word(value)}" for key, value in way.items())
         try:
             changed = load(None, config.model_dump(exclude_unset=True) | way)
             chosen = objective or configured(changed)
@@ -158,6 +158,11 @@ def advice(config: Config, needed: Needs, free: float, objective: Objective | No
         if less.total < smallest:
             least, smallest = f" ({words} needs {less.total / GIB:.1f})", less.total
     return f"no setting makes it fit{least}; free some memory, or choose a smaller model"
+
+
+def _word(value: Any) -> str:
+    """Write a value as one types it in a setting."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def ways(config: Config) -> Iterator[dict[str, Any]]:
