@@ -43,7 +43,7 @@ def config_of(model: str, *settings: str) -> Config:
     return load(None, [f"model.path={model}", *BATCH, *settings]).chosen(on_gpu=False)
 
 
-def needs(model: str, *settings: str) -> room.Needs:
+def needs(model: str, *settings: str) -> room.MachineNeeds:
     config = config_of(model, *settings)
     return room.needs(config, configured(config), num_servers=1)
 

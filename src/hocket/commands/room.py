@@ -51,7 +51,7 @@ class ServerNeeds(NamedTuple):
         return f"{self.total / GIB:.2f} GiB: {', '.join(parts)}".replace("kv_cache", "KV cache")
 
 
-class Needs(NamedTuple):
+class MachineNeeds(NamedTuple):
     """Memory that the processes of a run need of this machine."""
 
     parameters: int  # of the policy, with an adapter's
@@ -80,7 +80,9 @@ class Needs(NamedTuple):
         return self.total <= free
 
 
-def needs(config: Config, objective: Objective, num_servers: int, num_ranks: int = 1) -> Needs:
+def needs(
+    config: Config, objective: Objective, num_servers: int, num_ranks: int = 1
+) -> MachineNeeds:
     """Estimate the memory of a run whose ranks, and so many servers, use this machine's CPU."""
     models = objective.models(config.model)
     dtype = compute_dtype(config.model, torch.device("cpu"))
@@ -88,7 +90,7 @@ def needs(config: Config, objective: Objective, num_servers: int, num_ranks: int
     rank = memory.needed(models, trainer, dtype, num_ranks=num_ranks, on_gpu=False)
     server = _of_server(config, models[0][1], dtype.itemsize)
     parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
-    return Needs(parameters, num_servers, server, num_ranks, rank)
+    return MachineNeeds(parameters, num_servers, server, num_ranks, rank)
 
 
 def _of_server(config: Config, model: Any, itemsize: int) -> ServerNeeds:
@@ -131,7 +133,7 @@ def refuse(config: Config, num_servers: int, free: float) -> None:
         raise ConfigError(f"{shortage(needed, free)}: {advice(config, needed, free)}")
 
 
-def shortage(needed: Needs, free: float) -> str:
+def shortage(needed: MachineNeeds, free: float) -> str:
     """Say what the processes of a run need, and what is free."""
     parts = [f"trainer {needed.of_trainer / GIB:.1f}"]
     if needed.num_servers:
@@ -142,7 +144,9 @@ def shortage(needed: Needs, free: float) -> str:
     )
 
 
-def advice(config: Config, needed: Needs, free: float, objective: Objective | None = None) -> str:
+def advice(
+    config: Config, needed: MachineNeeds, free: float, objective: Objective | None = None
+) -> str:
     """Name the first settings with which a run fits, or say that none do."""
     least, smallest = "", needed.total
     for way in ways(config):
