@@ -51,6 +51,9 @@ class ServerNeeds(NamedTuple):
         return f"{self.total / GIB:.2f} GiB: {', '.join(parts)}".replace("kv_cache", "KV cache")
 
 
+NO_SERVER = ServerNeeds(0, 0, 0, 0, 0)
+
+
 class MachineNeeds(NamedTuple):
     """Memory that the processes of a run need of this machine."""
 
@@ -88,7 +91,9 @@ def needs(
     dtype = compute_dtype(config.model, torch.device("cpu"))
     trainer = config.trainer.unmeasured()
     rank = memory.needed(models, trainer, dtype, num_ranks=num_ranks, on_gpu=False)
-    server = _of_server(config, models[0][1], dtype.itemsize)
+    server = NO_SERVER
+    if num_servers:  # its KV cache may have no room here
+        server = _of_server(config, models[0][1], dtype.itemsize)
     parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
     return MachineNeeds(parameters, num_servers, server, num_ranks, rank)
 

@@ -81,7 +81,7 @@ class InPlace:
         added = layer.lora_B[active_adapter](layer.lora_A[active_adapter](x))
         scale = layer.scaling[active_adapter]
         # Autograd protects the views that ZeRO-3's hooks return.
-        if result._is_view():  # type: ignore[no-untyped-call]
+        if result._is_view():
             return torch.add(result, added, alpha=scale)
         return result.add_(added, alpha=scale)
 
@@ -121,7 +121,7 @@ class Adapter(Weights):
 
         for layer in model.modules():
             if type(layer) is peft.tuners.lora.Linear:  # layers of 4 bits have another class
-                layer.lora_variant[_NAME] = InPlace
+                layer.lora_variant[_NAME] = InPlace  # type: ignore[assignment]  # it has what is called
 
         path = self.config.path
         is_folder = Path(path).is_dir()
