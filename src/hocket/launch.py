@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hocket.common import environment
+from hocket.common import environment, machine
 from hocket.common.files import kind_of, last_lines, numbered, unused
 from hocket.common.machine import family_of, holder, refuse_open, url_of
 from hocket.common.processes import PARENT_VARIABLE, die_with_parent, first
@@ -169,6 +169,9 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
 
     # Start the page and the servers; then run the ranks, as long as one server lives.
     _interrupt_on_hangup()
+    rank_variables = variables(plan.ranks)
+    if not gpus:
+        rank_variables[machine.FREE_VARIABLE] = str(machine.free_memory())
     servers: list[Child] = []
     pages: list[Child] = []
     try:
@@ -178,7 +181,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
             servers.append(Child(command, env=env, log=log))
         # It removes ended servers from its list. That of `stop` keeps all: they may have children.
         check = functools.partial(refuse_all_dead, servers.copy())
-        return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
+        return run_ranks(train, plan.num_ranks, env=rank_variables, check=check, logs=logs)
     finally:
         stop(servers + pages)
         claims.close()

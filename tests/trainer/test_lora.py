@@ -24,7 +24,7 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import export
 from hocket.trainer.trainer import Trainer
 from support import training
-from support.training import additions, assert_near, make_samples, same, weights_of
+from support.training import additions, assert_near, make_samples, peak_bytes, same, weights_of
 
 IDS = torch.arange(12)[None]
 LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -238,3 +238,25 @@ def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
     with_peft(untied_model, tmp_path / "adapter")
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all((tensors[name] != 0).any() for name in tensors if "lora_B" in name)
+
+
+def test_an_adapted_layer_computes_what_peft_does_with_one_tensor_of_its_size_less(tied_model: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    Adapter(ModelConfig(path=tied_model, lora=LoraConfig(rank=1, alpha=8))).prepare(model, seed=0)
+    layer = model.model.layers[0].mlp.down_proj
+    torch.nn.init.ones_(layer.lora_B["default"].weight)
+    assert layer.lora_variant.keys() == {"default"}
+    x = torch.randn(1, 512, layer.in_features)
+    results, gradients, peaks = [], [], []
+    for _ in range(2):
+        layer.zero_grad()
+        result = layer(x)
+        result.square().sum().backward()
+        results.append(result.detach())
+        gradients.append(layer.lora_A["default"].weight.grad.clone())
+        with torch.no_grad():
+            peaks.append(peak_bytes(lambda: layer(x)))
+        layer.lora_variant.clear()  # PEFT's own way is next
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert peaks[1] - peaks[0] > 0.9 * results[0].nbytes  # A x counts, too, which is small

@@ -37,7 +37,7 @@ from hocket.client.pool import ServerPool
 from hocket.commands import sources
 from hocket.commands.servers import Servers, refuse_other, refuse_other_model
 from hocket.commands.sources import HeldOutPrompts, PromptSource, RewardNames
-from hocket.common.machine import is_here
+from hocket.common import machine
 from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
@@ -156,14 +156,20 @@ class Parts(AbstractContextManager["Parts"]):
         for calls in self.calls.values():
             await calls.set_up()
 
-    def trainer(self, needed: int, saved: Saved | None = None) -> "Trainer":
+    def trainer(
+        self, needed: int, saved: Saved | None = None, *, num_servers: int = 0
+    ) -> "Trainer":
         """Make the trainer, with the state of a checkpoint if there is one.
 
-        Raises ConfigError where a micro-batch has room for fewer than `needed` tokens.
+        Raises ConfigError where a micro-batch has room for fewer than `needed` tokens, or where the
+        CPU's memory has no room for the trainer beside `num_servers` that are still to load.
         """
+        from hocket.commands import room
         from hocket.trainer.state import SavedTensors
         from hocket.trainer.trainer import Trainer
 
+        if not visible_gpus():
+            room.refuse(self.config, num_servers, machine.free_before_servers())
         self.console.doing(f"loading {self.config.model.path} into the trainer")
         trainer = self.stack.enter_context(Trainer(self.config))
         if saved:
@@ -482,4 +488,4 @@ def _memory(config: Config, say: Callable[[str], None]) -> MemoryFolder | None:
     if config.sync.upload or config.server.discover or config.pipeline.replay:
         return None
     hosts = [urlsplit(url).hostname or "" for url in config.server_urls]
-    return MemoryFolder(say) if all(map(is_here, hosts)) else None
+    return MemoryFolder(say) if all(map(machine.is_here, hosts)) else None

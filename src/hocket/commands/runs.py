@@ -144,6 +144,7 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
 
     # The servers, or what stands in for them.
     up: Sequence[str] = ()
+    num_servers = run_there(parts.servers.num_to_come())
     if replay is not None:
         # The last batch is there only if all are; the error names those that are there.
         run_there(replay.batch(config.trainer.steps))
@@ -156,7 +157,7 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
         raise ConfigError(f"{fact}: stop it for a dry run, which needs it")
 
     # The trainer, and whether the servers fit it.
-    trainer = parts.trainer(loaded.needed, saved)
+    trainer = parts.trainer(loaded.needed, saved, num_servers=num_servers)
     if saved:
         loaded.stream.restore(saved.parts["prompts"])
     check_server = parts.server_check(loaded.needed, trainer)
@@ -328,10 +329,11 @@ def _connect(
     is_replay = config.pipeline.replay is not None
     # The server comes first: if it shares this GPU, it allocates its memory before the trainer.
     on_wait: Callable[..., None] = console.doing
+    num_servers = run_there(parts.servers.num_to_come())
     if serve and not is_replay and not run_there(parts.servers.expected()):
         on_wait = parts.own_server([f"{config.run_dir}/config.yaml"])
     run_there(parts.servers.wait_for_gpu(on_wait=on_wait, say=console.say))
-    trainer = parts.trainer(loaded.needed, saved)
+    trainer = parts.trainer(loaded.needed, saved, num_servers=num_servers)
     if is_replay:
         servers = ServerPool(())
     else:

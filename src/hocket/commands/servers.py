@@ -1,6 +1,7 @@
 """The servers of a command: where they are, what starts before them, and which ones it can use."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from hocket.client.discover import find_servers, follow
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
 from hocket.client.take_over import claim
+from hocket.common import machine
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, program
@@ -58,6 +60,15 @@ class Servers:
         If not, the command has to start one.
         """
         return self.config.names_servers or bool(await self.up(lambda line: None))
+
+    async def num_to_come(self) -> int:
+        """Count the servers on this machine's CPU that have still to take their memory."""
+        number = self.config.launch.servers or 1
+        if visible_gpus() or self.config.pipeline.replay is not None:
+            return 0
+        if machine.FREE_VARIABLE in os.environ:  # a launch has just started them
+            return number
+        return 0 if await self.expected() else number
 
     async def wait_for_gpu(self, **callbacks: Callable[..., None]) -> None:
         """Wait until a server that may be on this GPU has started, before any rank takes memory.

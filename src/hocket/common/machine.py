@@ -23,6 +23,9 @@ MALLOC = {
 """Options of glibc's mallopt (malloc.h), and the values that `keep_freed_memory` sets."""
 # Bytes that a process may keep: getting them anew in each step would take longer than the step.
 KEPT_MEMORY = 2 << 30
+# Environment variable by which a launch tells its ranks the bytes that were free before it started
+# servers, which are about to take theirs.
+FREE_VARIABLE = "HOCKET_FREE_MEMORY"
 
 
 def cpu_threads(model: str, *, processes: int) -> int:
@@ -63,6 +66,12 @@ def return_freed_memory() -> None:
     if resident > KEPT_MEMORY:
         with suppress(AttributeError):  # not glibc
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_before_servers() -> int:
+    """Measure the bytes that are free; where a launch started the servers, those before that."""
+    before = os.environ.get(FREE_VARIABLE)
+    return free_memory() if before is None else int(before)
 
 
 def free_memory() -> int:

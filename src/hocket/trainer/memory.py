@@ -36,7 +36,7 @@ BESIDE = 2 * GIB  # memory that a server on the same GPU takes besides its own o
 MARGIN = 0.1  # share of the free memory that stays free
 ROW_BYTES = 8 << 20  # size of a row's largest activation on a CPU
 LEAST_ROW = 1024  # positions; in shorter rows, summing gradients takes longer than is saved
-_TOLERANCE = 0.15  # relative error of the estimate
+TOLERANCE = 0.15  # relative error of the estimate
 _HEAD_BYTES = 8  # per logit of a chunk, beside its log-softmax: two gradients in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
 # Weights that ZeRO-3 gathers at most: DeepSpeed's default of stage3_max_live_parameters.
@@ -90,9 +90,13 @@ class Estimate(NamedTuple):
         """The sum of all parts, in bytes."""
         return float(sum(self))
 
+    @property
+    def parts(self) -> str:
+        """The GiB of each part, in words."""
+        return ", ".join(f"{name} {_gib(value)}" for name, value in self._asdict().items())
+
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {_gib(value)}" for name, value in self._asdict().items())
-        return f"about {_gib(self.total)} GiB per rank: {parts}"
+        return f"about {_gib(self.total)} GiB per rank: {self.parts}"
 
 
 def estimate(
@@ -237,7 +241,7 @@ def check(
     """Estimate the memory of a step. Raises ConfigError if it clearly can't fit."""
     together = needed(models, config, dtype, num_ranks=num_ranks, on_gpu=device.type == "cuda")
     available = available_bytes(device)
-    if together.total * (1 - _TOLERANCE) > available:
+    if together.total * (1 - TOLERANCE) > available:
         raise ConfigError(
             f"a step needs {together}; there are {_gib(available)}. For activations and logits, "
             "set trainer.gradient_checkpointing=true and a smaller trainer.micro_batch_tokens; for "

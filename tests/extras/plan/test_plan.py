@@ -197,14 +197,18 @@ def test_a_plan_is_of_the_gpus_that_are_here_and_of_the_cpu_without_one(
     settings = [f"model.path={models['0.5B']}", "model.max_length=32768"]
     monkeypatch.setattr(plan, "visible_gpus", list)
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 40 * GIB)
-    first, servers, ranks, whole = plan.report(settings, None, None)
+    first, server, trainer, whole = plan.report(settings, None, None)
     assert "494,032,768 parameters; this machine's CPU, 40.0 GiB of memory are free" in first
     # 24 layers, 2 heads of keys and values of 64 numbers, in float32; 257 blocks of 128 tokens
-    assert servers == f"servers  1: weights 1.84 GiB, KV cache {2 * 24 * 2 * 64 * 4 * 257 * 128 / GIB:.2f} GiB each"
-    assert "ranks    1: about" in ranks
+    kv_cache = 2 * 24 * 2 * 64 * 4 * 257 * 128
+    weights = 4 * (494_032_768 + 151_936 * 896)  # the head is packed beside the embedding
+    assert f"libraries 0.62, weights {weights / GIB:.2f}, KV cache {kv_cache / GIB:.2f}, work" in server
+    assert server.startswith("server   1 of ")
+    assert trainer.startswith("trainer  1 of ")
+    assert "libraries 0.37, weights 1.84, gradients 1.84, optimizer 3.68, activations" in trainer
     assert whole.startswith("in all ")
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 4 * GIB)
-    assert "does not fit: " in [*plan.report(settings, 0, None)][-1]
+    assert "does not fit: this run needs " in [*plan.report(settings, 0, None)][-1]
     assert "8 x 24GB (4090)" in next(plan.report(settings, None, "24GB"))
     monkeypatch.setattr(plan, "visible_gpus", lambda: ["0", "1", "2"])
     monkeypatch.setattr("hocket.common.environment.nvidia_smi", lambda column: ["46068", "MiB"] * 3)

@@ -178,6 +178,10 @@ def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
         part = weight[:, start : start + ROWS].t()
         rows = weight.new_zeros(len(part), num_columns)
         rows[:, start:].fill_diagonal_(1)
-        if not torch.allclose(packed(rows, weight, None), part, rtol=0, atol=tiny):
+        product = packed(rows, weight, None)
+        # Almost all matrices are equal, which is found out far sooner than how close they are.
+        if torch.equal(product, part):
+            continue
+        if not torch.allclose(product, part, rtol=0, atol=tiny):
             return False
     return True

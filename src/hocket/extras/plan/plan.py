@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hocket.algorithm import choices
+from hocket.commands import room
 from hocket.common import environment, machine
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
@@ -58,7 +59,6 @@ DISK_S, NCCL_S, CHECKPOINT_S = 1.6e-9, 0.083e-9, 1e-9
 # power of two, and keeps them.
 PINNED = 2
 HOST_S = 0.46e-6  # of rank 0 per token (benchmarks/host.py)
-CPU_PROCESS_GIB = 1.0  # libraries of a process on a CPU: assumed
 GPUS_PER_NODE = 8  # planned where no GPU is present and the user names only a size
 HOST_GIB = 3.0  # host memory of a process: libraries, CUDA's context, tokenizer: assumed
 # Bytes per trained parameter that DeepSpeed 0.19.8 keeps off the GPU, by ZeRO stage: master
@@ -282,42 +282,30 @@ def size_here() -> str:
 
 def on_cpu(config: Config, stage: Objective | None) -> Iterator[str]:
     """Yield the lines of a plan for this machine without GPUs."""
-    from hocket.server.vllm_arguments import cpu_kv_cache
-
     objective = stage or configured(config)
-    models = objective.models(config.model)
-    dtype = compute_dtype(config.model, torch.device("cpu"))
-    num_ranks = config.launch.trainers or 1
-    rank = memory.needed(
-        models, config.trainer.unmeasured(), dtype, num_ranks=num_ranks, on_gpu=False
-    )
-    parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
-    free = machine.free_memory()
-    yield (
-        f"{config.model.path}: {parameters:,} parameters; this machine's CPU, {free / GIB:.1f} GiB "
-        "of memory are free; for GPUs: --gpus N --gpu SIZE"
-    )
-    total = num_ranks * (rank.total + CPU_PROCESS_GIB * GIB)
+    num_servers = 0
     if stage is None and not config.names_servers:
         num_servers = config.launch.servers or 1
-        weights = parameters * dtype.itemsize
-        kv_cache = cpu_kv_cache(config)
-        total += num_servers * (weights + kv_cache + CPU_PROCESS_GIB * GIB)
-        yield (
-            f"servers  {num_servers}: weights {weights / GIB:.2f} GiB, "
-            f"KV cache {kv_cache / GIB:.2f} GiB each"
-        )
-    yield f"ranks    {num_ranks}: {rank}"
+    needed = room.needs(config, objective, num_servers, config.launch.trainers or 1)
+    free = machine.free_memory()
     yield (
-        f"in all   {total / GIB:.1f} GiB, with {CPU_PROCESS_GIB:g} GiB a process for libraries, "
-        "assumed; a step's seconds on a CPU are not planned: try 2 steps"
+        f"{config.model.path}: {needed.parameters:,} parameters; this machine's CPU, "
+        f"{free / GIB:.1f} GiB of memory are free; for GPUs: --gpus N --gpu SIZE"
     )
-    if total > free:
-        yield (
-            f"does not fit: {total / GIB:.1f} GiB are needed and {free / GIB:.1f} are free; choose "
-            "a smaller model or model.max_length, trainer.gradient_checkpointing=true, "
-            "model.lora={}, or a GPU"
-        )
+    if num_servers:
+        yield f"server   {num_servers} of {needed.server}"
+    libraries = room.RANK_LIBRARIES / GIB
+    yield (
+        f"trainer  {needed.num_ranks} of {needed.of_trainer / needed.num_ranks / GIB:.2f} GiB: "
+        f"libraries {libraries:.2f}, {needed.rank.parts}"
+    )
+    yield (
+        f"in all   {needed.total / GIB:.1f} GiB at most, as all processes need it at the same time; "
+        "a step's seconds on a CPU are not planned: try 2 steps"
+    )
+    if not needed.fits(free):
+        reason = room.shortage(needed, free)
+        yield f"does not fit: {reason}; {room.advice(config, needed, free, stage)}"
 
 
 def ways_out(
