@@ -14,9 +14,10 @@ import torch
 
 from hocket.protocol import AdapterConfig, TensorSpec, manifest
 from hocket.protocol.nccl import BucketPart
-from hocket.server import versions, vllm_api, vllm_weights
+from hocket.server import lora, versions, vllm_api, vllm_weights
 from hocket.server.nccl_worker import GroupReceiver
 from hocket.server.vllm_api import answered
+from hocket.server.vllm_arguments import is_cpu_build
 
 
 class WorkerExtension(GroupReceiver):
@@ -146,3 +147,5 @@ def _tensors(
 
 vllm_api.die_with_parent_process()
 vllm_api.allow_amx()
+if is_cpu_build():
+    lora.compute_at_once()
