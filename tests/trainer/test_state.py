@@ -70,7 +70,10 @@ def test_a_model_made_of_a_checkpoint_is_what_the_trainer_publishes(
         contents = [json.loads((tmp_path / name / file).read_text()) for name in ("model", "published")]
         assert contents[0] == contents[1], file
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    assert_near(logprobs(loaded), expected, additions(path))
+    if loaded.dtype == torch.float32:
+        assert_near(logprobs(loaded), expected, additions(path))
+    else:  # transformers rounds attention to 16 bits, which the trainer computes in 32: several roundings of 2^-8
+        torch.testing.assert_close(logprobs(loaded), expected, rtol=0, atol=8 * 2**-8 * float(expected.abs().max()))
     assert (logprobs(AutoModelForCausalLM.from_pretrained(path, dtype="auto")) - expected).abs().max() > 0.01
     assert tokenizers.fingerprint(tokenizers.load(str(tmp_path / "model"))) == tokenizers.fingerprint(trainer.tokenizer)
     assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1

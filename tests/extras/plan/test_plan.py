@@ -199,8 +199,9 @@ def test_a_plan_is_of_the_gpus_that_are_here_and_of_the_cpu_without_one(
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 40 * GIB)
     first, server, trainer, whole = plan.report(settings, None, None)
     assert "494,032,768 parameters; this machine's CPU, 40.0 GiB of memory are free" in first
-    # 24 layers, 2 heads of keys and values of 64 numbers, in float32; 257 blocks of 128 tokens
-    kv_cache = 2 * 24 * 2 * 64 * 4 * 257 * 128
+    # 24 layers, 2 heads of keys and values of 64 numbers, in float32; 16 prompts of 16 blocks of 32
+    # tokens, and behind each 8 completions of 256 tokens, which touch 9 blocks
+    kv_cache = 2 * 24 * 2 * 64 * 4 * 32 * 16 * (16 + 8 * 9)
     weights = 4 * (494_032_768 + 151_936 * 896)  # the head is packed beside the embedding
     assert f"libraries 0.62, weights {weights / GIB:.2f}, KV cache {kv_cache / GIB:.2f}, work" in server
     assert server.startswith("server   1 of ")
