@@ -148,4 +148,4 @@ def _tensors(
 vllm_api.die_with_parent_process()
 vllm_api.allow_amx()
 if is_cpu_build():
-    lora.compute_at_once()
+    lora.share_adapter()
