@@ -3,12 +3,13 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 
 from hocket.config import load
-from hocket.errors import ServerError
+from hocket.errors import ServerError, SyncError
 from hocket.protocol import ReloadRequest, ReloadResponse
 from hocket.server import versions as server_versions
 from hocket.server.errors import ApiError
@@ -58,7 +59,7 @@ class ContainedServer(FileServer):
 
 def held(shm: Path) -> list[str]:
     """Lists the versions in memory."""
-    return sorted(path.name for path in shm.glob("hocket-weights-*/v*"))
+    return sorted(path.name for path in shm.glob("hocket-versions-*/v*"))
 
 
 async def test_versions_after_the_first_lie_in_memory_and_the_run_folder_links_to_them(
@@ -93,6 +94,50 @@ async def test_a_run_that_fails_leaves_what_was_published_last_on_the_disk(
     assert [folder.name for folder in folders] == ["v000001", "v000002"]
     assert not any(folder.is_symlink() for folder in folders)
     assert list(shm.iterdir()) == []
+
+
+async def test_the_newest_version_stays_in_memory_where_the_disk_is_full_at_the_end(
+    disk: Disk, server: FileServer, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2):
+        disk.step(version)
+        disk.versions.current = version
+        await disk.deliver(version, server)
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hocket.sync.versions.flush", full)  # which tells it later than the copy
+        with pytest.raises(SyncError, match=r"weights are in memory only, in .*v000002: .*No space.*free space"):
+            disk.versions.save()
+        disk.versions.close()
+    assert disk.said[-1].startswith("the newest weights are in memory only")
+    (place,) = shm.glob("*/v000002")
+    assert (disk.run / "weights" / "v000002").resolve() == place
+    assert fakes.manifest_of(place).version == 2
+    assert not list((disk.run / "weights").glob(".*"))
+    disk.versions.close()  # with room again
+    assert (list(shm.iterdir()), (disk.run / "weights" / "v000002").is_symlink()) == ([], False)
+
+
+async def test_a_version_that_memory_has_no_room_for_after_all_goes_to_the_disk(
+    disk: Disk, server: FileServer, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await disk.deliver(1, server)
+    export = disk.trainer.export
+
+    def no_room_in_memory(folder: Path) -> Any:
+        if shm in folder.parents:
+            raise OSError(28, "No space left on device")
+        return export(folder)
+
+    monkeypatch.setattr(disk.trainer, "export", no_room_in_memory)
+    disk.step(2)
+    (answer,), _ = await disk.deliver(2, server)
+    assert isinstance(answer, ReloadResponse)
+    assert disk.said == ["weights go through the disk, not through memory: [Errno 28] No space left on device"]
+    assert (held(shm), (disk.run / "weights" / "v000002").is_symlink()) == ([], False)
 
 
 async def test_a_server_that_does_not_see_the_memory_gets_the_version_by_the_disk_from_then_on(
@@ -148,21 +193,21 @@ def test_a_small_version_goes_to_the_disk_without_a_word(shm: Path, monkeypatch:
 
 
 def test_the_memory_of_a_killed_run_is_given_back_and_that_of_a_living_one_stays(shm: Path) -> None:
-    for name in ("hocket-weights-killed", "hocket-weights-alive"):
+    for name in ("hocket-versions-killed", "hocket-versions-alive"):
         (shm / name / "v000007").mkdir(parents=True)
-    with FileLock(shm / "hocket-weights-alive" / "lock"):
+    with FileLock(shm / "hocket-versions-alive" / "lock"):
         folder = MemoryFolder(print)
         assert folder.place("v000002", 1) is not None
-        assert not (shm / "hocket-weights-killed").exists()
-        assert (shm / "hocket-weights-alive" / "v000007").exists()
+        assert not (shm / "hocket-versions-killed").exists()
+        assert (shm / "hocket-versions-alive" / "v000007").exists()
         folder.close()
-    assert [path.name for path in shm.iterdir()] == ["hocket-weights-alive"]
+    assert [path.name for path in shm.iterdir()] == ["hocket-versions-alive"]
 
 
 async def test_a_link_whose_memory_is_gone_stands_in_nobody_s_way(disk: Disk, server: FileServer, shm: Path) -> None:
     (disk.run / "weights").mkdir(parents=True)
     for name in ("v000001", "v000009"):
-        (disk.run / "weights" / name).symlink_to(shm / "hocket-weights-gone" / name)
+        (disk.run / "weights" / name).symlink_to(shm / "hocket-versions-gone" / name)
     (answer,), _ = await disk.deliver(1, server)
     assert isinstance(answer, ReloadResponse)
     assert disk.names() == ["weights/v000001"]
@@ -174,15 +219,15 @@ def test_a_server_follows_a_link_of_its_root_to_a_version_in_memory_and_no_other
     root = tmp_path / "runs"
     (root / "weights").mkdir(parents=True)
     places: dict[str, Callable[[], Path]] = {
-        "memory": lambda: shm / "hocket-weights-1" / "v000001",
-        "elsewhere": lambda: tmp_path / "hocket-weights-1" / "v000001",
+        "memory": lambda: shm / "hocket-versions-1" / "v000001",
+        "elsewhere": lambda: tmp_path / "hocket-versions-1" / "v000001",
         "other": lambda: shm / "other" / "v000001",
     }
     for name, place in places.items():
         place().mkdir(parents=True)
         (place() / "COMPLETE").touch()
         (root / "weights" / name).symlink_to(place())
-    assert server_versions.find(root, "weights/memory") == shm / "hocket-weights-1" / "v000001"
-    for name in ("weights/elsewhere", "weights/other", "../shm/hocket-weights-1/v000001"):
+    assert server_versions.find(root, "weights/memory") == shm / "hocket-versions-1" / "v000001"
+    for name in ("weights/elsewhere", "weights/other", "../shm/hocket-versions-1/v000001"):
         with pytest.raises(ApiError, match="leads out of the root"):
             server_versions.find(root, name)

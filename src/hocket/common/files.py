@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux keeps these files in memory
-VERSIONS_PREFIX = "hocket-weights-"  # begins the names of folders of weight versions there
+VERSIONS_PREFIX = "hocket-versions-"  # begins the names of folders of weight versions there
 TAIL_BYTES = 1 << 16  # bytes from the end of a program's output in which lines are looked for
 
 

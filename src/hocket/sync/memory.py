@@ -6,15 +6,14 @@ lies in a folder below /dev/shm, and the run folder has a link to it.
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from hocket.common.files import SHARED_MEMORY, VERSIONS_PREFIX
 from hocket.common.machine import free_memory
-from hocket.errors import remedy
 
 LEAST_BYTES = 64 << 20  # a smaller version is on a disk within milliseconds
 SHARE = 0.25  # of the free memory: the most that a version may take, as two exist at a time
@@ -33,7 +32,7 @@ class MemoryFolder:
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+        self.say = say
         self._folder: Path | None = None  # made for the first version that goes there
         self._lock: FileLock | None = None
         self._is_used = True
@@ -72,15 +71,7 @@ class MemoryFolder:
         """Send versions through the disk from now on; print why."""
         if self._is_used:
             self._is_used = False
-            self._say(f"weights go through the disk, not through memory: {reason}")
-
-    @contextmanager
-    def reporting(self, problem: str) -> Iterator[None]:
-        """Print an OSError of the body instead of raising it, behind the words of `problem`."""
-        try:
-            yield
-        except OSError as error:
-            self._say(f"{problem}: {error}; {remedy(error) or 'is the disk well?'}")
+            self.say(f"weights go through the disk, not through memory: {reason}")
 
     def close(self) -> None:
         """Remove the folder. Versions are gone with it."""

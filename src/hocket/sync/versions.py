@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from hocket.common.files import (
     atomic_folder,
     complete_folder,
+    flush,
     numbered,
     partial_of,
     remove_folder,
@@ -78,30 +79,36 @@ class Versions:
                     _remove(folder)
 
     def save(self) -> Path:
-        """Have the current version on the disk, in full. Returns its folder."""
+        """Have the current version on the disk, in full. Returns its folder. Raises SyncError."""
         folder = self.path("weights", self.current)
         if not folder.exists():
             return self.full(self.current).folder
         if folder.is_symlink():
-            _move_to_disk(folder)
+            try:
+                _move_to_disk(folder)
+            except OSError as error:
+                raise SyncError(_unwritten(folder, error)) from error
         return folder
 
     def close(self) -> None:
         """Have the newest version on the disk, and give back the memory that versions take.
 
-        After a failure, too: what was published last stays. A full disk is reported.
+        After a failure, too: what was published last stays. If the disk is full, it stays in memory.
         """
         if self._memory is None:
             return
-        newest = self._versions("weights")[-1:]
-        for link in self._versions("weights"):
+        folders = self._versions("weights")
+        for link in folders:
             if not link.is_symlink():
                 continue
-            if [link] == newest:
-                with self._memory.reporting(f"the newest weights are not in {link}"):
-                    _move_to_disk(link)
-            else:
+            if link != folders[-1]:
                 link.unlink()
+                continue
+            try:
+                _move_to_disk(link)
+            except OSError as error:
+                self._memory.say(_unwritten(link, error))
+                return
         self._memory.close()
 
     def _versions(self, kind: str) -> list[Path]:
@@ -140,6 +147,9 @@ class Versions:
             if place != folder:
                 folder.symlink_to(place)
         except (OSError, SafetensorError) as error:
+            if self._memory is not None and place != folder:
+                self._memory.give_up(str(error))
+                return self.write(kind, version, fill)
             advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir"
             message = f"can't write weight version {version} to {folder}: {error}; {advice}"
             raise SyncError(message) from error
@@ -158,7 +168,8 @@ class Versions:
             return folder
         # The servers have loaded the newest one, and the memory of the others is needed.
         for path in older[:-1]:
-            _remove(path)
+            with contextlib.suppress(OSError):
+                _remove(path)
         return place
 
     def write_again(self, written: WrittenVersion) -> WrittenVersion | None:
@@ -211,12 +222,28 @@ def _remove(folder: Path) -> None:
         remove_folder(folder)
 
 
+def _unwritten(link: Path, error: OSError) -> str:
+    """Say where a version is that could not be written to the disk."""
+    advice = remedy(error) or "is the disk well?"
+    fact = f"the newest weights are in memory only, in {link.resolve()}: {error}; {advice}"
+    return f"{fact}. Copy them before the next run, which frees this memory"
+
+
 def _move_to_disk(link: Path) -> None:
-    """Put a version that is in memory in the place of the link to it. Raises OSError."""
+    """Put a version that is in memory in the place of the link to it.
+
+    Raises OSError, with the link and the memory as they were.
+    """
     place = link.resolve()
     partial = partial_of(link)
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(place, partial)
+    try:
+        shutil.copytree(place, partial)
+        for file in partial.iterdir():
+            flush(file)  # a disk may tell only now that it is full
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     link.unlink()
     complete_folder(link)
     shutil.rmtree(place, ignore_errors=True)
