@@ -40,6 +40,7 @@ SERVED = (
 )
 HOMES = {  # the only places that may import a package
     "vllm": {
+        "server.lora",
         "server.vllm_api",
         "server.vllm_arguments",
         "server.vllm_requests",

@@ -13,7 +13,7 @@ import torch
 from hocket.config import Config, load
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
-from hocket.server.vllm_arguments import CPU_BATCHED_TOKENS, CPU_SEQUENCES, cpu_kv_cache
+from hocket.server.kv_cache import CPU_BATCHED_TOKENS, CPU_SEQUENCES, cpu_kv_cache
 from hocket.trainer import memory
 from hocket.trainer.flops import Shape
 from hocket.trainer.memory import GIB

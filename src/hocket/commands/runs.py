@@ -174,7 +174,8 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
 
 def _check_server_settings(config: Config) -> None:
     """Raise ConfigError for settings with which no server would start here."""
-    from hocket.server.vllm_arguments import cpu_kv_cache, engine_arguments, is_cpu_build
+    from hocket.server.kv_cache import cpu_kv_cache
+    from hocket.server.vllm_arguments import engine_arguments, is_cpu_build
 
     if is_cpu_build():
         cpu_kv_cache(config)
