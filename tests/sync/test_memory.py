@@ -208,9 +208,11 @@ async def test_a_link_whose_memory_is_gone_stands_in_nobody_s_way(disk: Disk, se
     (disk.run / "weights").mkdir(parents=True)
     for name in ("v000001", "v000009"):
         (disk.run / "weights" / name).symlink_to(shm / "hocket-versions-gone" / name)
+    # A user's own link stays, though its disk is not mounted today.
+    (disk.run / "weights" / "vision").symlink_to(disk.run / "not mounted")
     (answer,), _ = await disk.deliver(1, server)
     assert isinstance(answer, ReloadResponse)
-    assert disk.names() == ["weights/v000001"]
+    assert disk.names() == ["weights/v000001", "weights/vision"]
 
 
 def test_a_server_follows_a_link_of_its_root_to_a_version_in_memory_and_no_other_link(

@@ -18,6 +18,7 @@ from hocket.common.files import (
     atomic_folder,
     complete_folder,
     flush,
+    is_in_memory,
     numbered,
     partial_of,
     remove_folder,
@@ -112,10 +113,10 @@ class Versions:
         self._memory.close()
 
     def _versions(self, kind: str) -> list[Path]:
-        """List the versions of a kind, oldest first. Links whose memory is gone are removed."""
+        """List the versions of a kind, oldest first. Links to memory that is gone are removed."""
         folder = self._run_dir / kind
         for path in folder.glob("v*"):
-            if path.is_symlink() and not path.exists():
+            if path.is_symlink() and is_in_memory(path.resolve()) and not path.exists():
                 path.unlink()
         return list(numbered(folder, "v*").values())
 
