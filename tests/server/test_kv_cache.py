@@ -1,5 +1,7 @@
 """The size of a CPU server's KV cache, worked out by hand."""
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from transformers import AutoConfig
 
 from hocket.config import load
 from hocket.errors import ConfigError
-from hocket.server.kv_cache import cpu_kv_cache
+from hocket.server.kv_cache import cpu_kv_cache, refuse_large_model
 
 
 @pytest.fixture
@@ -64,3 +66,21 @@ def test_the_kv_cache_of_a_cpu_holds_a_step_whose_groups_share_their_prompts(
     assert blocks(1, 2, 24) == 1 + 4096 / 32  # a whole sequence
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 700 * 4 * block)
     assert blocks(16, 16, 128) == 700  # at most a quarter of what is free
+
+
+def test_a_server_whose_weights_have_no_room_beside_the_kv_cache_is_refused_with_what_halves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    size = 3 << 28  # of the file's numbers: 3 GiB in float32
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [3, 1 << 28], "data_offsets": [0, 2 * size]}}).encode()
+    AutoConfig.from_pretrained(model).save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 2 * size)  # a hole, which takes no place on the disk
+    config = load(None, [f"model.path={tmp_path}", "server.kv_cache_mib=512"])
+    monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 7 << 29)
+    refuse_large_model(config)
+    monkeypatch.setattr("hocket.common.machine.free_memory", lambda: (7 << 29) - 1)
+    with pytest.raises(ConfigError, match=r"3,072 MiB.* 512, more than the 3,583 MiB .* or set model.dtype=bfloat16"):
+        refuse_large_model(config)
+    refuse_large_model(load(None, [f"model.path={tmp_path}", "server.kv_cache_mib=512", "model.dtype=bfloat16"]))

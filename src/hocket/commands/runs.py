@@ -174,11 +174,11 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
 
 def _check_server_settings(config: Config) -> None:
     """Raise ConfigError for settings with which no server would start here."""
-    from hocket.server.kv_cache import cpu_kv_cache
+    from hocket.server.kv_cache import refuse_large_model
     from hocket.server.vllm_arguments import engine_arguments, is_cpu_build
 
     if is_cpu_build():
-        cpu_kv_cache(config)
+        refuse_large_model(config)
     if config.server.engine:
         with suppress(ImportError):  # vLLM need not be on the trainer's machine
             engine_arguments(config)

@@ -1,4 +1,4 @@
-"""Choose the size of a CPU server's KV cache, and refuse one that has no room."""
+"""Choose the size of a CPU server's KV cache; refuse a server whose memory has no room."""
 
 import math
 
@@ -6,6 +6,7 @@ from hocket.common import machine
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
+from hocket.protocol.model_files import read_headers, weight_files
 
 CPU_KV_CACHE_MIB = 256  # the smallest KV cache of a CPU server, unless server.kv_cache_mib is set
 # Tokens in a block of a CPU server's KV cache. vLLM's 128 would be longer than most prompts, and
@@ -53,6 +54,26 @@ def cpu_kv_cache(config: Config) -> int:
     completion = 1 + math.ceil(min(rollout.max_tokens, context) / block)
     step_bytes = block_bytes * groups * (prompt + rollout.group_size * completion)
     return max(CPU_KV_CACHE_MIB << 20, needed, min(step_bytes, int(CPU_KV_SHARE * room)))
+
+
+def refuse_large_model(config: Config) -> None:
+    """Raise ConfigError where a CPU server's weights and KV cache exceed the free memory.
+
+    Weights that are still to be downloaded are not counted.
+    """
+    is_16_bit = config.model.dtype in ("bfloat16", "float16")
+    shapes, _ = read_headers(weight_files(config.model.path)[0])
+    weights = (2 if is_16_bit else 4) * sum(map(math.prod, shapes.values()))
+    free = machine.free_memory()
+    if weights + cpu_kv_cache(config) > free:
+        advice = "free some memory, or serve a smaller model"
+        if not is_16_bit:
+            advice += ", or set model.dtype=bfloat16, which halves them"
+        raise ConfigError(
+            f"the weights of {config.model.path} take {weights >> 20:,} MiB, and the KV cache "
+            f"{cpu_kv_cache(config) >> 20:,}, more than the {free >> 20:,} MiB of memory that this "
+            f"machine has free: {advice}"
+        )
 
 
 def _kv_bytes(config: Config) -> int:

@@ -14,7 +14,13 @@ from hocket.common.vision import MAX_IMAGES
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, cause_of
-from hocket.server.kv_cache import CPU_BATCHED_TOKENS, CPU_BLOCK, CPU_SEQUENCES, cpu_kv_cache
+from hocket.server.kv_cache import (
+    CPU_BATCHED_TOKENS,
+    CPU_BLOCK,
+    CPU_SEQUENCES,
+    cpu_kv_cache,
+    refuse_large_model,
+)
 
 SETTING_OF_ARGUMENT = {
     "model": "model.path",
@@ -206,6 +212,7 @@ def _build_defaults(config: Config) -> dict[str, Any]:
             "gpu_memory_utilization": share,
             "enable_sleep_mode": config.launch.share_gpu,
         }
+    refuse_large_model(config)
     defaults = {
         "dtype": "float32",
         "gpu_memory_utilization": server.gpu_memory_utilization,
