@@ -13,6 +13,7 @@ from hocket import config as config_module
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import manifest
+from hocket.trainer import attention
 from hocket.trainer.checkpoints import Checkpoints, write_bucket
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, export
@@ -69,11 +70,13 @@ def test_a_model_made_of_a_checkpoint_is_what_the_trainer_publishes(
     for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         contents = [json.loads((tmp_path / name / file).read_text()) for name in ("model", "published")]
         assert contents[0] == contents[1], file
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    # With the trainer's attention: transformers' own would round to 16 bits what the trainer computes in 32.
+    kernel = {"attn_implementation": attention.NAME}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto", **kernel)
     if loaded.dtype == torch.float32:
         assert_near(logprobs(loaded), expected, additions(path))
-    else:  # transformers rounds attention to 16 bits, which the trainer computes in 32: several roundings of 2^-8
-        torch.testing.assert_close(logprobs(loaded), expected, rtol=0, atol=8 * 2**-8 * float(expected.abs().max()))
+    else:
+        assert torch.equal(logprobs(loaded), expected)
     assert (logprobs(AutoModelForCausalLM.from_pretrained(path, dtype="auto")) - expected).abs().max() > 0.01
     assert tokenizers.fingerprint(tokenizers.load(str(tmp_path / "model"))) == tokenizers.fingerprint(trainer.tokenizer)
     assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1

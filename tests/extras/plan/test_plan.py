@@ -197,7 +197,7 @@ def test_a_plan_is_of_the_gpus_that_are_here_and_of_the_cpu_without_one(
     settings = [f"model.path={models['0.5B']}", "model.max_length=32768"]
     monkeypatch.setattr(plan, "visible_gpus", list)
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 40 * GIB)
-    first, server, trainer, whole = plan.report(settings, None, None)
+    first, server, trainer, whole, versions = plan.report(settings, None, None)
     assert "494,032,768 parameters; this machine's CPU, 40.0 GiB of memory are free" in first
     # 24 layers, 2 heads of keys and values of 64 numbers, in float32; 16 prompts of 16 blocks of 32
     # tokens, and behind each 8 completions of 256 tokens, which touch 9 blocks
@@ -208,6 +208,8 @@ def test_a_plan_is_of_the_gpus_that_are_here_and_of_the_cpu_without_one(
     assert trainer.startswith("trainer  1 of ")
     assert "libraries 0.37, weights 1.84, gradients 1.84, optimizer 3.68, activations" in trainer
     assert whole.startswith("in all ")
+    assert versions.startswith("weights  2 versions of 1.84 GiB besides, in shared memory")
+    assert not any("versions" in line for line in plan.report([*settings, "model.lora={}"], None, None))
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 4 * GIB)
     assert "does not fit: this run needs " in [*plan.report(settings, 0, None)][-1]
     assert "8 x 24GB (4090)" in next(plan.report(settings, None, "24GB"))

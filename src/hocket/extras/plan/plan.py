@@ -23,6 +23,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.launch import Placement, place, visible_gpus
 from hocket.protocol import model_files
+from hocket.sync.memory import LEAST_BYTES
 from hocket.trainer import choices as trainer_choices
 from hocket.trainer import flops, memory
 from hocket.trainer.engine import default_zero_stage
@@ -303,6 +304,12 @@ def on_cpu(config: Config, stage: Objective | None) -> Iterator[str]:
         f"in all   {needed.total / GIB:.1f} GiB at most, as all processes need it at the same time; "
         "a step's seconds on a CPU are not planned: try 2 steps"
     )
+    version = needed.parameters * compute_dtype(config.model, torch.device("cpu")).itemsize
+    if num_servers and config.model.lora is None and version >= LEAST_BYTES:
+        yield (
+            f"weights  2 versions of {version / GIB:.2f} GiB besides, in shared memory; through the "
+            "disk where that has no room"
+        )
     if not needed.fits(free):
         reason = room.shortage(needed, free)
         yield f"does not fit: {reason}; {room.advice(config, needed, free, stage)}"
