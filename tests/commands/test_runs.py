@@ -53,7 +53,7 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     served: dict[str, Any] = {}
     monkeypatch.setattr(ServerClient, "health", health)
     monkeypatch.setattr(ServerClient, "ask", ask)
-    trainer = SimpleNamespace(memory="little", num_parameters=7, micro_batch_tokens=8192)
+    trainer = SimpleNamespace(description="little", num_parameters=7, micro_batch_tokens=8192)
     monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda _: nullcontext(trainer))
     monkeypatch.setenv("HOCKET_TOKEN", "its-token")
 
@@ -87,8 +87,8 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert "rollout.prompts_per_step=16 with 4 prompts: each step repeats some; lower it" in said
     assert not (tmp_path / "run").exists()
     assert "step=16 is no multiple of algorithm.minibatches=5: updates" in dry_run("algorithm.minibatches=5")
-    odd = dry_run("trainer.warmup_steps=101", "trainer.learning_rate=2e-5")  # of 100 steps: 2e-5 · 100 / 101
-    assert "trainer.warmup_steps=101 outlasts the 100 steps: the learning rate ends at 1.98e-05, not at 2e-05;" in odd
+    odd = dry_run("trainer.warmup_steps=125")
+    assert "trainer.warmup_steps=125 outlasts the 100 steps: the learning rate ends at 80% of its peak; lower it" in odd
     assert "server http://up has the same model and tokenizer, and answers" in said
     assert "no server answers at http://down yet" in said
     assert "and answers" in dry_run("server.urls=[http://up]", "model.random_init=true", architecture="?")
@@ -180,7 +180,7 @@ def test_a_resume_that_is_refused_leaves_the_records_behind_the_checkpoint(
         pytest.fail("the records were cut off")
 
     saved = SimpleNamespace(step=1, folder=tmp_path, trainer={}, restore=cut_off)
-    trainer = SimpleNamespace(memory="little", micro_batch_tokens=3, restore=lambda *_: None)
+    trainer = SimpleNamespace(description="little", micro_batch_tokens=3, restore=lambda *_: None)
     monkeypatch.setattr(commands.checkpoints, "find", lambda *_, **__: saved)
     monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda _: nullcontext(trainer))
     settings = [f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4"]

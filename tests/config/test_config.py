@@ -326,3 +326,21 @@ def test_the_examples_of_the_docstrings_give_what_they_show(name: str) -> None:
 def test_some_docstrings_have_examples() -> None:
     modules = [importlib.import_module(f"hocket.config.{name}") for name in ("loading", "whole", "sections")]
     assert all(doctest.testmod(module).attempted for module in modules)
+
+
+# 1e-6 · (8e9 / parameters)^(2/3): 1e-6, 1e-6 · 8^(2/3) = 4e-6, 1e-6 · 59.47^(2/3) = 1.5e-5, and ten times that.
+@pytest.mark.parametrize(
+    ("parameters", "has_adapter", "rate"),
+    [
+        (8_000_000_000, False, 1e-6),
+        (1_000_000_000, False, 4e-6),
+        (134_515_008, False, 1.5e-5),
+        (134_515_008, True, 1.5e-4),
+    ],
+)
+def test_a_rate_that_is_left_open_follows_the_model_s_size(parameters: int, has_adapter: bool, rate: float) -> None:
+    trainer = config.TrainerConfig()
+    assert trainer.learning_rate == "auto"
+    assert trainer.with_rate(parameters, has_adapter=has_adapter).learning_rate == rate
+    chosen = config.TrainerConfig(learning_rate=3e-6)
+    assert chosen.with_rate(parameters, has_adapter=has_adapter).learning_rate == 3e-6

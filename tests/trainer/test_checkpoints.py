@@ -257,7 +257,7 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     assert found_step(config, said.append) == 8
     assert said == [
         f"going on from {newest.with_name('step_000008')}; server.urls was [] and is ['http://b:1']; "
-        "trainer.learning_rate was 1e-06 and is 1e-05; trainer.steps was 10 and is 20"
+        "trainer.learning_rate was 'auto' and is 1e-05; trainer.steps was 10 and is 20"
     ]
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         checkpoints.read(newest)

@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
     monkeypatch.setattr(memory, "fit_micro_batch", lambda *_, **options: 63)
     with make_trainer(ranks, tied_model) as trainer:
         training.save(trainer, tmp_path / "state")
-        assert "trainer.micro_batch_tokens=auto is 63: sequences of up to 64 tokens have room" in trainer.memory
+        assert "trainer.micro_batch_tokens=auto is 63: sequences of up to 64 tokens have room" in trainer.description
     monkeypatch.setattr(memory, "fit_micro_batch", lambda *_, **options: 55)  # something else takes more
     for changed, expected in (("steps=7", 63), ("max_grad_norm=2", 55), ("micro_batch_tokens=50", 50)):
         with make_trainer(ranks, tied_model, f"trainer.{changed}") as trainer:

@@ -175,7 +175,7 @@ class Parts(AbstractContextManager["Parts"]):
         if saved:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
         self.check_fits(needed, trainer)
-        self.console.say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
+        self.console.say(f"{trainer.num_parameters:,} parameters; {trainer.description}")
         return trainer
 
     def check_fits(self, needed: int, trainer: "Trainer") -> None:

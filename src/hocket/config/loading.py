@@ -21,7 +21,7 @@ from hocket.config.whole import RENAMED, Config
 from hocket.errors import ConfigError
 
 # Pydantic puts the member of a union that it tried behind the key: "trainer.steps.constrained-int".
-UNION_MEMBER = re.compile(r"constrained-int|bool|[a-z-]+\[.*\]", re.DOTALL)
+UNION_MEMBER = re.compile(r"constrained-(int|float)|bool|[a-z-]+\[.*\]", re.DOTALL)
 # Similarity, by difflib, from which a known key is offered for one that is unknown.
 SURE = 0.9
 # Text without quotes that YAML 1.2 takes for something else than a string.

@@ -48,6 +48,8 @@ or_one = pydantic.BeforeValidator(
 """Lets a user write X for [X]."""
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
+RATE_OF_8B = 1e-6  # learning rate of learning_rate=auto for a model of 8 billion parameters
+ADAPTER_RATE = 10.0  # an adapter's rate, as a multiple of that of all weights
 ChosenDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -215,8 +217,8 @@ class TrainerConfig(Section):
     """Steps, each with one batch of rollouts and one version."""
     seed: int = Field(0, ge=0)
     """Seed of data order, sampling and initial weights."""
-    learning_rate: float = Field(1e-6, gt=0)
-    """Peak learning rate of AdamW."""
+    learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Peak learning rate of AdamW. `auto`: by the model's size, ten times that for an adapter."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear learning-rate warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -262,10 +264,25 @@ class TrainerConfig(Section):
         """Say that `steps` steps end within the warm-up; "" if they do not."""
         if self.warmup_steps <= steps:
             return ""
-        peak = self.learning_rate
-        reached = peak * steps / self.warmup_steps
         fact = f"trainer.warmup_steps={self.warmup_steps} outlasts the {steps} steps"
-        return f"{fact}: the learning rate ends at {reached:.3g}, not at {peak:g}; lower it"
+        return f"{fact}: the learning rate ends at {steps / self.warmup_steps:.0%} of its peak; lower it"
+
+    def with_rate(self, parameters: int, *, has_adapter: bool) -> "TrainerConfig":
+        """Replace learning_rate=auto by a rate for a model with so many parameters.
+
+        It is 1e-6 · (8e9 / parameters)^(2/3). That fits 1e-6 for 7 to 8 billion (arXiv 2402.03300),
+        and what small models take: docs/first_model.md. An adapter takes ten times as much.
+
+        Example: the rate for a model of a billion parameters.
+
+            TrainerConfig().with_rate(1_000_000_000, has_adapter=False).learning_rate  # 4e-06
+        """
+        if self.learning_rate != "auto":
+            return self
+        rate = RATE_OF_8B * (8e9 / parameters) ** (2 / 3)
+        if has_adapter:
+            rate *= ADAPTER_RATE
+        return self.model_copy(update={"learning_rate": float(f"{rate:.1e}")})
 
     def unmeasured(self) -> "TrainerConfig":
         """Replace micro_batch_tokens=auto by 8192: on a CPU and in a plan nothing is measured."""

@@ -51,7 +51,9 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
         f"{len(chosen)} of {num} rollouts, of {len(best)} prompts; rewards from {least:.3g}, "
         f"mean {mean:.3g}"
     )
-    rate = max(config.trainer.learning_rate, SFT_RATE)
+    rate = SFT_RATE
+    if config.trainer.learning_rate != "auto":
+        rate = max(config.trainer.learning_rate, SFT_RATE)
     options = f"sft.epochs=3 trainer.learning_rate={rate:g} "
     rows = [_demonstration(row, tools[_source(row)] | _pictures(row, run)) for row in chosen]
     return _write(output, rows, description, config.model.path, "sft", options)

@@ -243,9 +243,10 @@ class DeepSpeedEngine:
         has_adapter = module.weights.adapter is not None
         self._published = self._trained if has_adapter else parameters
 
+        self._peak_rate = float(config.learning_rate)  # the trainer has replaced `auto`
         self._adamw = torch.optim.AdamW(
             self._trained.values(),
-            lr=config.learning_rate,
+            lr=self._peak_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
             fused=True,
@@ -275,7 +276,7 @@ class DeepSpeedEngine:
         config = self._config
         steps = self.num_steps
         if steps < config.warmup_steps:
-            return config.learning_rate * ((steps + 1) / config.warmup_steps)
+            return self._peak_rate * ((steps + 1) / config.warmup_steps)
         decay_steps = max(1, config.steps - config.warmup_steps)
         remaining = max(0.0, (config.steps - steps) / decay_steps)  # from 1 down to 0
         factors = {
@@ -283,7 +284,7 @@ class DeepSpeedEngine:
             "linear": remaining,
             "cosine": 0.5 * (1 - math.cos(math.pi * remaining)),
         }
-        return config.learning_rate * factors[config.schedule]
+        return self._peak_rate * factors[config.schedule]
 
     def plan(self, steps: int) -> None:
         """Plan the learning rate's schedule to end after `steps`."""

@@ -136,10 +136,8 @@ def estimate(
         gathered = min(num_weights, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
 
-    micro_batch_tokens = config.micro_batch_tokens
-    if micro_batch_tokens == "auto":
-        micro_batch_tokens = CHUNK_TOKENS
-    row = min(micro_batch_tokens, row_tokens)
+    tokens = config.micro_batch_tokens
+    row = min(CHUNK_TOKENS if tokens == "auto" else tokens, row_tokens)
     part = row / config.sequence_parallel  # positions of a row that a rank computes
     # Rows may have any length on a GPU alone.
     kept = kept_bytes(num_weights, on_gpu=math.isinf(row_tokens))

@@ -132,6 +132,11 @@ class Trainer(Together):
         )
         _, policy_skeleton = models[0]
         self.flops = flops.model_flops(policy_skeleton)
+        settings = settings.with_rate(
+            sum(parameter.numel() for parameter in policy_skeleton.parameters()),
+            has_adapter=self._config.model.lora is not None,
+        )
+        self.setup = dataclasses.replace(self.setup, config=settings)
 
         # Which part of a row this rank computes is set before any forward pass.
         self.ranks.part = attention.WHOLE
@@ -274,14 +279,17 @@ class Trainer(Together):
         return sum(whole_shape(parameter).numel() for parameter in self.policy.parameters())
 
     @property
-    def memory(self) -> str:
-        """Describe the memory and the attention kernel of a step, for the run's first lines."""
-        line = f"a step needs {self.estimate}; attention: {self.attention}"
-        if self._fitted_for is None:
-            return line
-        tokens = self.micro_batch_tokens
-        fits = f"sequences of up to {tokens + 1} tokens have room"
-        return f"{line}; trainer.micro_batch_tokens=auto is {tokens}: {fits}"
+    def description(self) -> str:
+        """Describe a step for the run's first lines: its memory and kernel, and each `auto`."""
+        parts = [f"a step needs {self.estimate}", f"attention: {self.attention}"]
+        if self._config.trainer.learning_rate == "auto":
+            rate = self.setup.config.learning_rate
+            parts.append(f"trainer.learning_rate=auto is {rate:g}, by the number of parameters")
+        if self._fitted_for is not None:
+            tokens = self.micro_batch_tokens
+            fits = f"sequences of up to {tokens + 1} tokens have room"
+            parts.append(f"trainer.micro_batch_tokens=auto is {tokens}: {fits}")
+        return "; ".join(parts)
 
     @property
     def policy_learns(self) -> bool:

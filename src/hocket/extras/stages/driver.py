@@ -157,8 +157,7 @@ class _Task(NamedTuple):
         steps = f"{self.num_steps} steps of {self.batch_size} {self.stage.rows}{takes_all}"
         yield f"{self.decides} decides: {steps}"
         if "learning_rate" not in self.config.trainer.model_fields_set:
-            rate = self.config.trainer.learning_rate
-            yield f"trainer.learning_rate={rate:g} is for GRPO; {self.stage.rate}"
+            yield f"trainer.learning_rate=auto is for GRPO; {self.stage.rate}"
         if low := self.config.trainer.below_peak(self.num_steps):
             yield low
 
@@ -211,7 +210,7 @@ def _train(task: _Task, saved: Saved | None) -> None:
         held_out = flat(task.held_out)
         trainer.check_fits(flat(task.rows) + held_out)
         summary = f"{len(task.rows)} {task.stage.rows}, {trainer.num_parameters:,} parameters"
-        console.say(f"{summary}; {trainer.memory}")
+        console.say(f"{summary}; {trainer.description}")
         for line in task.outlook(trainer.tokenizer):
             console.say(line)
         if saved is None and held_out:
