@@ -52,6 +52,7 @@ CENTRE: Settings = {
     "checkpoint.every_steps": "0",
 }
 LORA = {"model.lora": "{rank: 16, alpha: 32}"}
+WITHOUT_KL = {"algorithm.kl": "off", "algorithm.kl_coef": "0", "algorithm.kl_in": "loss"}
 RATE = "trainer.learning_rate"
 FACTORS: Mapping[str, Mapping[str, Settings]] = {
     "rate": {rate: {RATE: rate} for rate in ("1e-5", "2e-5", "5e-5", "5e-6", "2e-6", "1e-4")},
@@ -65,6 +66,7 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "grpo": {"algorithm.preset": "grpo"},
         # Its penalty of length begins at 10 of 12 tokens, which most right answers have.
         "dapo": {"algorithm.preset": "dapo", "algorithm.overlong_share": "0"},
+        "reinforce_pp": {"algorithm.preset": "reinforce_pp"} | WITHOUT_KL,
     },
     "temperature": {
         "temperature 0.7": {"rollout.temperature": "0.7"},
