@@ -59,7 +59,7 @@ LIES: dict[tuple[str, ...], tuple[int, str]] = {
     ("greedy 9", "eval.num_prompts=256", "rollout.temperature=1"): (0, "eval/z"),
     ("top_p 3", TINY): (3, GAP),
     ("equal_seeds 3", TINY): (0, "sampling/equal_z"),
-    ("greedy_quarter 3", "rollout.temperature=1", "rollout.prompts_per_step=16", "trainer.steps=5"): (0, ODDS),
+    ("greedy_quarter 3", "rollout.temperature=1", "rollout.prompts_per_step=16", "trainer.steps=5", TINY): (0, ODDS),
     ("all_stop 3", "rollout.max_tokens=4"): (3, f"{WRONG} it stopped by"),
     ("other_text 3", "rollout.stop=[zz]"): (3, f"{WRONG} its text is 'abcd'"),
     ("no_end 3", TINY): (3, f"{WRONG} it stopped by itself, but its last token"),
