@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from hocket import data
 from hocket.common.environment import version_of
 from hocket.common.files import sha256_of, write_atomically
@@ -112,14 +114,17 @@ def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
     )
     datasets.disable_progress_bars()  # the rows have a progress bar already
     _remove_unused(folder)
-    if seal.exists() and seal.read_text() != _contents(home):
-        shutil.rmtree(home)
-    table = datasets.Dataset.from_generator(
-        rows, features=features, cache_dir=str(home), fingerprint=key
-    )
-    if not seal.exists():
-        write_atomically(seal, _contents(home))
-    os.utime(home)
+    locks = folder.with_name("locks")  # not in a folder that may be removed
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / key):  # of two starts at once, one prepares
+        if seal.exists() and seal.read_text() != _contents(home):
+            shutil.rmtree(home)
+        table = datasets.Dataset.from_generator(
+            rows, features=features, cache_dir=str(home), fingerprint=key
+        )
+        if not seal.exists():
+            write_atomically(seal, _contents(home))
+        os.utime(home)
     return table
 
 
