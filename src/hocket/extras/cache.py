@@ -116,7 +116,7 @@ def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
     _remove_unused(folder)
     locks = folder.with_name("locks")  # not in a folder that may be removed
     locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / key):  # of two starts at once, one prepares
+    with FileLock(locks / key):  # only one of two starts at once prepares
         if seal.exists() and seal.read_text() != _contents(home):
             shutil.rmtree(home)
         table = datasets.Dataset.from_generator(

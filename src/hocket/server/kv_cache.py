@@ -64,14 +64,15 @@ def refuse_large_model(config: Config) -> None:
     is_16_bit = config.model.dtype in ("bfloat16", "float16")
     shapes, _ = read_headers(weight_files(config.model.path)[0])
     weights = (2 if is_16_bit else 4) * sum(map(math.prod, shapes.values()))
+    kv_cache = cpu_kv_cache(config)
     free = machine.free_memory()
-    if weights + cpu_kv_cache(config) > free:
+    if weights + kv_cache > free:
         advice = "free some memory, or serve a smaller model"
         if not is_16_bit:
             advice += ", or set model.dtype=bfloat16, which halves them"
         raise ConfigError(
             f"the weights of {config.model.path} take {weights >> 20:,} MiB, and the KV cache "
-            f"{cpu_kv_cache(config) >> 20:,}, more than the {free >> 20:,} MiB of memory that this "
+            f"{kv_cache >> 20:,}, more than the {free >> 20:,} MiB of memory that this "
             f"machine has free: {advice}"
         )
 

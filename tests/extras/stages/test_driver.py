@@ -36,7 +36,6 @@ def test_a_dry_run_says_what_a_stage_would_train_and_leaves_nothing(
 ) -> None:
     values = stages.make_config(stage, model, tmp_path, f"{stage}.batch_size=3", f"{stage}.epochs=1")
     plain = values.trainer.model_copy(update={"learning_rate": "auto", "warmup_steps": 1000})
-    plain.model_fields_set.discard("learning_rate")
     held_out = values.eval.model_copy(update={"data": values.eval.data.model_copy(update={"source": "held.jsonl"})})
     held_out = held_out.model_copy(update={"num_prompts": 2})
     config = values.model_copy(update={"trainer": plain, "eval": held_out})

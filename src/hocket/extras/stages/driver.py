@@ -156,7 +156,7 @@ class _Task(NamedTuple):
             takes_all = f", all of them: lower {self.command}.batch_size for more updates"
         steps = f"{self.num_steps} steps of {self.batch_size} {self.stage.rows}{takes_all}"
         yield f"{self.decides} decides: {steps}"
-        if "learning_rate" not in self.config.trainer.model_fields_set:
+        if self.config.trainer.learning_rate == "auto":
             yield f"trainer.learning_rate=auto is for GRPO; {self.stage.rate}"
         if low := self.config.trainer.below_peak(self.num_steps):
             yield low
