@@ -68,8 +68,10 @@ def refuse_large_model(config: Config) -> None:
     free = machine.free_memory()
     if weights + kv_cache > free:
         advice = "free some memory, or serve a smaller model"
+        if config.server.kv_cache_mib is not None:
+            advice += ", or lower server.kv_cache_mib"
         if not is_16_bit:
-            advice += ", or set model.dtype=bfloat16, which halves them"
+            advice += ", or set model.dtype=bfloat16, which halves the weights"
         raise ConfigError(
             f"the weights of {config.model.path} take {weights >> 20:,} MiB, and the KV cache "
             f"{kv_cache >> 20:,}, more than the {free >> 20:,} MiB of memory that this "
