@@ -83,7 +83,7 @@ def test_a_server_whose_weights_have_no_room_beside_the_kv_cache_is_refused_with
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: (7 << 29) - 1)
     with pytest.raises(
         ConfigError,
-        match=r"3,072 MiB.* 512, more than the 3,583 MiB .* or lower server.kv_cache_mib, or set model.dtype=",
+        match=r"3,072 MiB.* 512, more than the 3,583 MiB .* or lower server.kv_cache_mib, or set model.dtype=bfloat16",
     ):
         refuse_large_model(config)
     refuse_large_model(load(None, [f"model.path={tmp_path}", "server.kv_cache_mib=512", "model.dtype=bfloat16"]))
