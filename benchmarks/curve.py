@@ -42,9 +42,8 @@ Line = dict[str, Any]  # who, seed, rewards and seconds by step, greedy by step
 def write_rows(folder: Path, seed: int, number: int) -> None:
     """Write the held-out rows, and `number` rows in the order in which a run with this seed draws them."""
     from hocket.data.curriculum import Shuffle
-    from hocket.data.prompt_list import Prompts
     from hocket.data.stream import PromptStream
-    from hocket.types import Prompt
+    from hocket.types import Prompt, Prompts
 
     sums = load_plugin(SUMS).sums
     rows = list(itertools.islice(sums("train", 0), number))

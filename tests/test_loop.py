@@ -18,7 +18,6 @@ from hocket import loop
 from hocket.algorithm.samples import KlController, shape
 from hocket.commands.runs import OnStep, OnStepPart
 from hocket.data.curriculum import bind
-from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import RewardError, SyncError
 from hocket.loop import Run
@@ -30,7 +29,7 @@ from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
 from hocket.run_part import RunPart
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import Columns, Metrics, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Columns, Metrics, Prompt, Prompts, Rollout, Score, TokenSequence, TrainSample
 from support import fakes
 from support.batches import played
 

@@ -6,10 +6,9 @@ import pytest
 
 from hocket.config import CurriculumConfig
 from hocket.data.curriculum import CURRICULA, Candidates, PassRates, Shuffle, Sorted, bind
-from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, DataError
-from hocket.types import Prompt
+from hocket.types import Prompt, Prompts
 
 
 def candidates(

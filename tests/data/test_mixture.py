@@ -5,10 +5,9 @@ import pytest
 
 from hocket.data.curriculum import Curriculum, Shuffle, Sorted
 from hocket.data.mixture import MixedStream, drop_held_out
-from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
-from hocket.types import Prompt
+from hocket.types import Prompt, Prompts
 from support.records import prompts, saved
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}

@@ -12,10 +12,9 @@ import pytest
 import hocket.data.mixture
 import hocket.data.text  # noqa: F401 - its example is run
 from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Shuffle, Sorted
-from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
-from hocket.types import Prompt
+from hocket.types import Prompt, Prompts
 from support.records import prompts, saved
 
 TRAINED = PromptOutcome(state="trained")

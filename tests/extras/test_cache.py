@@ -21,13 +21,13 @@ from hocket.commands import runs as commands
 from hocket.config import DataConfig
 from hocket.data import sources
 from hocket.data.curriculum import Shuffle
-from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts
 from hocket.data.renderer import Renderer
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError
 from hocket.extras import cache
 from hocket.extras.cache import KeptPrompts
+from hocket.types import Prompts
 from support.processes import ROOT
 from support.records import user, write_rows
 from support.tokenizers import shipped

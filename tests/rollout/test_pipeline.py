@@ -12,12 +12,11 @@ from hocket import config as config_module
 from hocket.common.tasks import seed_of
 from hocket.config import Config
 from hocket.data.curriculum import Shuffle
-from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ServerError
 from hocket.rollout.collect import Slot, collect
 from hocket.rollout.pipeline import Pipeline, plan_step, sampling_params
-from hocket.types import Group, Prompt, Rollout
+from hocket.types import Group, Prompt, Prompts, Rollout
 from support import fakes
 from support.batches import ids, own_reward, played, scoring
 

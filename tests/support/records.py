@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.data.mixture import Stream
-from hocket.data.prompt_list import Prompts
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import Group, Prompt, Prompts, Rollout, Score, TokenSequence
 
 
 def prompts(num: int, **fields: Any) -> Prompts:

@@ -1,12 +1,15 @@
 """Compare each rollout's reward with those of its group.
 
-Suffixes: n rollouts of a batch, g rollouts of a group.
+Suffixes: n rollouts of a batch, g rollouts of a group; in the last functions, t tokens of a
+sequence, n its sampled tokens.
 """
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from hocket.algorithm.choices import choose, deviation
 from hocket.config.algorithm import Scale
 from hocket.config.sections import Chosen
 from hocket.errors import ConfigError
+from hocket.types import TokenSequence
 
 EPS = 1e-6
 
@@ -113,3 +117,20 @@ def _by_group(function: Callable[[Tensor], Tensor], values_n: Tensor, ids_n: Ten
     for group in torch.unique(ids_n):
         result_n[ids_n == group] = function(values_n[ids_n == group])
     return result_n
+
+
+def at_sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
+    """Select the values at a sequence's sampled tokens, float64 [n]."""
+    return torch.from_numpy(np.array(values_t, np.float64)[_mask_array(sequence)])
+
+
+def along_sequence(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:
+    """Spread the values of sampled tokens over a sequence, [t]; 0.0 where none was sampled."""
+    values_t = np.zeros(len(sequence.mask))
+    values_t[_mask_array(sequence)] = values_n.numpy()
+    return array("d", values_t.tobytes())
+
+
+def _mask_array(sequence: TokenSequence) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    """View a mask as an array; through bytes, since numpy reads a tuple of bools slowly."""
+    return np.frombuffer(bytes(sequence.mask), np.bool_)

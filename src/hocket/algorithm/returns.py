@@ -5,15 +5,13 @@ A step is a sampled token or, with algorithm.credit=turn, a whole turn of the mo
 Suffixes: t all tokens of a sequence, n sampled tokens, k turns.
 """
 
-from array import array
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.algorithm.advantages import checked
+from hocket.algorithm.advantages import along_sequence, at_sampled, checked
 from hocket.algorithm.choices import Choice, choose
 from hocket.algorithm.credit import Turns, in_order
 from hocket.config import AlgorithmConfig
@@ -132,20 +130,3 @@ def _advantages_and_targets(
             values_k = values_k.expand_as(rewards_k)
         results.append(checked(f"advantage={algorithm.advantage}", values_k, inputs))
     return results[0], results[1] if len(results) > 1 else None
-
-
-def at_sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
-    """Select the values at a sequence's sampled tokens, float64 [n]."""
-    return torch.from_numpy(np.array(values_t, np.float64)[_mask_array(sequence)])
-
-
-def along_sequence(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:
-    """Spread the values of sampled tokens over a sequence, [t]; 0.0 where none was sampled."""
-    values_t = np.zeros(len(sequence.mask))
-    values_t[_mask_array(sequence)] = values_n.numpy()
-    return array("d", values_t.tobytes())
-
-
-def _mask_array(sequence: TokenSequence) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    """View a mask as an array; through bytes, since numpy reads a tuple of bools slowly."""
-    return np.frombuffer(bytes(sequence.mask), np.bool_)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hocket.algorithm.advantages import group_advantages
+from hocket.algorithm.advantages import along_sequence, at_sampled, group_advantages
 from hocket.algorithm.choices import choose
 from hocket.algorithm.credit import Compare, Turns, advantages, turns_of
 from hocket.algorithm.losses import masked_log_ratio
@@ -19,8 +19,6 @@ from hocket.algorithm.returns import (
     TrainedSequence,
     advantages_by_token,
     advantages_by_turn,
-    along_sequence,
-    at_sampled,
 )
 from hocket.config import AdaptiveKl, AlgorithmConfig
 from hocket.data.stream import PromptOutcome

@@ -42,7 +42,6 @@ from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.data.mixture import MixedStream, Stream, drop_held_out
-from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError
 from hocket.launch import Child, stop, visible_gpus
@@ -61,7 +60,7 @@ from hocket.sync.share_gpu import shared_gpu
 from hocket.sync.transports import Sending, Transport, chosen_transport
 from hocket.sync.versions import Versions
 from hocket.trainer.checkpoints import Saved
-from hocket.types import Prompt, Rollout
+from hocket.types import Prompt, Prompts, Rollout
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -295,6 +294,8 @@ class Parts(AbstractContextManager["Parts"]):
         scorers = {}
         for name, source in self.sources.items():
             scorers[name] = RewardScorer(self.calls[name], names(source.settings))
+        if len(scorers) == 1:
+            return next(iter(scorers.values()))
         return sources.EachScorer(scorers)
 
     def plays(self, servers: ServerPool, longest: int) -> dict[str, Play]:
@@ -307,7 +308,13 @@ class Parts(AbstractContextManager["Parts"]):
         return self._play_by_source(plays, lengths)
 
     def _play_by_source(self, plays: Mapping[str, Play], lengths: Mapping[str, int]) -> Play:
-        """Make a player that looks up a prompt's source, its player and its tokens per answer."""
+        """Make a player that looks up a prompt's source, its player and its tokens per answer.
+
+        One source whose answers are as long as rollout.max_tokens, which every slot has, needs no
+        look-up: the player is its own.
+        """
+        if len(plays) == 1 and list(lengths.values()) == [self.config.rollout.max_tokens]:
+            return next(iter(plays.values()))
 
         async def play(prompt: Prompt, slot: Slot) -> Rollout:
             sampling = slot.sampling.model_copy(update={"max_tokens": lengths[prompt.source]})

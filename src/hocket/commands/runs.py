@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from hocket.commands.servers import Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
-from hocket.config import Config, read_settings
+from hocket.config import Config, SourceSettings, read_settings
 from hocket.errors import ConfigError, RewardError, SyncError, program
 from hocket.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.observe import loggers
@@ -364,15 +365,21 @@ def _shape(config: Config) -> "Callable[[Group], ScoredGroup]":
     """Make the function that prepares a group's rewards, by the settings of the group's source."""
     from hocket.algorithm.samples import shape
 
-    sources = config.sources
-    default = config.default_source  # a replay's groups may name sources of another config
+    def shape_of(source: SourceSettings) -> "Callable[[Group], ScoredGroup]":
+        return partial(
+            shape,
+            algorithm=config.algorithm,
+            max_tokens=source.max_tokens,
+            env_weight=source.rewards.spec("env").weight,
+            pass_reward=source.pass_reward,
+        )
 
-    def shaped(group: Group) -> "ScoredGroup":
-        source = sources.get(group.source, default)
-        env_weight = source.rewards.spec("env").weight
-        return shape(group, config.algorithm, source.max_tokens, env_weight, source.pass_reward)
-
-    return shaped
+    # A replay's groups may name sources of another config.
+    default = shape_of(config.default_source)
+    if not config.data.sources:
+        return default
+    shapes = {name: shape_of(source) for name, source in config.sources.items()}
+    return lambda group: shapes.get(group.source, default)(group)
 
 
 class OnStepPart(RunPart):

@@ -14,7 +14,6 @@ from hocket.client.batcher import Batcher
 from hocket.client.pool import ServerPool
 from hocket.config import Config, DataConfig, SourceSettings
 from hocket.data.curriculum import bind
-from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.stream import PromptStream
 from hocket.data.tokenizer import SequenceLimit
@@ -26,7 +25,7 @@ from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Limits
 from hocket.rollout.players import player
-from hocket.types import Message, Prompt, Rollout, Score
+from hocket.types import Message, Prompt, Prompts, Rollout, Score
 
 PROBE = "0123456789"  # text of a made-up message, which a chat template must show
 RewardNames = Callable[[SourceSettings], Iterable[str]]

@@ -10,8 +10,8 @@ from typing import Any
 
 from hocket.common.registry import Registry
 from hocket.config import CurriculumConfig
-from hocket.data.prompt_list import Prompts
 from hocket.errors import DataError
+from hocket.types import Prompts
 
 
 class PassRates:

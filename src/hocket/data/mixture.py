@@ -9,11 +9,10 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
 from hocket.formats import OutcomeRow, SizeRow
-from hocket.types import Prompt
+from hocket.types import Prompt, Prompts
 
 
 def drop_held_out(

@@ -12,12 +12,11 @@ from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.columns import check_characters, columns_of
-from hocket.data.prompt_list import Prompts
 from hocket.data.renderer import RENDERERS, Renderer, ToolSchemas
 from hocket.data.sources import content_key, read_rows
 from hocket.data.template import DAY
 from hocket.errors import DataError
-from hocket.types import Prompt
+from hocket.types import Prompt, Prompts
 
 NUM_SHOWN = 5  # rows that an error names
 PART = 1024  # rows that are encoded at once

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from hocket.data.curriculum import Candidates, Curriculum, PassRates
-from hocket.data.prompt_list import Prompts
 from hocket.errors import DataError
 from hocket.formats import LeftOut, OutcomeRow, SizeRow
-from hocket.types import Prompt
+from hocket.types import Prompt, Prompts
 
 # The message of a run that ends because `PromptStream.take` returned no prompt.
 EXHAUSTED = (

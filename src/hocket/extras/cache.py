@@ -23,10 +23,9 @@ from filelock import FileLock
 from hocket import data
 from hocket.common.environment import version_of
 from hocket.common.files import sha256_of, write_atomically
-from hocket.data.prompt_list import Prompts, digest_of, key_of, sha256_of_text
 from hocket.data.prompts import STORES, Prepare, prepared
 from hocket.errors import DataError
-from hocket.types import Image, Prompt
+from hocket.types import Image, Prompt, Prompts, digest_of, key_of, sha256_of_text
 
 UNUSED_S = 30 * 86_400.0  # a folder that was not used for so long is removed
 # The fields of a prompt that a table has together, as JSON.

@@ -17,8 +17,7 @@ from hocket.protocol.manifest import ModelShapes, dtype_name, model_shapes
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, invalid
 from hocket.server.generate import Job, Sampler
-from hocket.server.holder import Holder
-from hocket.server.state import ASLEEP, DEAD, STOPPING, Condition, EngineState, Held
+from hocket.server.state import ASLEEP, DEAD, STOPPING, Condition, EngineState, Held, Holder
 from hocket.types import InFlight
 
 T = TypeVar("T")

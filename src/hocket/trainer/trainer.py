@@ -26,14 +26,21 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.observe.metrics import over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
 from hocket.trainer import attention, batching, choices, flops, guards, memory, packing, share_gpu
-from hocket.trainer.all_ranks import AWAY, PerRank, Sink, Together, deferring, on_all_ranks
 from hocket.trainer.batching import PackedRow, TrainBatch
 from hocket.trainer.engine import POLICY, DeepSpeedEngine, Setup, in_buckets, whole_shape
 from hocket.trainer.flops import Shape
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.objective import Measure, Objective, configured
 from hocket.trainer.policy import Policy, compute_dtype
-from hocket.trainer.ranks import Ranks
+from hocket.trainer.ranks import (
+    AWAY,
+    PerRank,
+    Ranks,
+    Sink,
+    Together,
+    deferring,
+    on_all_ranks,
+)
 from hocket.trainer.state import BUCKET_BYTES, SavedTensors
 from hocket.trainer.step import Learner, Update, accumulate, policy_metrics, update
 from hocket.types import Columns, TokenSequence, TrainSample
@@ -52,7 +59,7 @@ class Trainer(Together):
     """Trains the model, on one rank or on several together.
 
     Every rank makes a Trainer. Rank 0 calls its methods, from one thread at a time; the others
-    `follow`. all_ranks.py says how.
+    `follow`. ranks.py says how.
 
     Example: one update, and the trained model as files.
 

@@ -5,9 +5,8 @@ from unittest.mock import Mock
 import pytest
 
 from hocket.errors import TrainerError
-from hocket.trainer import all_ranks
-from hocket.trainer.all_ranks import Together, on_all_ranks
-from hocket.trainer.ranks import Ranks
+from hocket.trainer import ranks as ranks_module
+from hocket.trainer.ranks import Ranks, Together, on_all_ranks
 from support.examples import shown
 from support.training import make_samples, make_trainer
 
@@ -19,7 +18,7 @@ def test_the_example_of_the_documentation_counts_the_ranks(ranks: Ranks) -> None
         "contextlib": contextlib,
         "ranks": ranks,
     }
-    exec(shown(all_ranks, "class Counter(Together):"), names)
+    exec(shown(ranks_module, "class Counter(Together):"), names)
     assert names["number"] == ranks.size == 1
 
 
