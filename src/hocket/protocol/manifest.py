@@ -95,16 +95,23 @@ def spec(tensor: "torch.Tensor") -> TensorSpec:
     return TensorSpec(dtype=dtype, shape=list(tensor.shape), checksum=tensor_checksum(tensor))
 
 
-def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
-    """Describe named tensors, on all cores that this process may use."""
+def described(
+    named: Iterable[tuple[str, "torch.Tensor"]],
+) -> Iterator[tuple[str, "torch.Tensor", TensorSpec]]:
+    """Yield named tensors with their specs, computed on all cores that this process may use."""
 
-    def describe(item: tuple[str, "torch.Tensor"]) -> tuple[str, TensorSpec]:
+    def describe(item: tuple[str, "torch.Tensor"]) -> tuple[str, "torch.Tensor", TensorSpec]:
         name, tensor = item
-        return name, spec(tensor)
+        return name, tensor, spec(tensor)
 
     num_threads = len(os.sched_getaffinity(0))
     with concurrent.futures.ThreadPoolExecutor(num_threads, "checksum") as threads:
-        return dict(threads.map(describe, named))
+        yield from threads.map(describe, named)
+
+
+def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
+    """Describe named tensors by name."""
+    return {name: spec for name, _, spec in described(named)}
 
 
 def total_checksum(spec_of: Mapping[str, TensorSpec], text: str = "") -> str:

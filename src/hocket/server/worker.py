@@ -127,8 +127,8 @@ def _ahead(
 
 def _read(folder: Path) -> Iterator[BucketPart]:
     """Read a version from its folder, each tensor as a part of its own."""
-    for name, tensor in manifest.tensors(folder):
-        yield [(name, tensor)], {name: manifest.spec(tensor)}
+    for name, tensor, spec in manifest.described(manifest.tensors(folder)):
+        yield [(name, tensor)], {name: spec}
 
 
 def _tensors(
