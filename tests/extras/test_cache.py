@@ -14,6 +14,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from filelock import FileLock
 from tests.data.test_vision import BLUE, RED, Write
 
 from hocket import config as config_module
@@ -167,6 +168,25 @@ def test_two_starts_at_once_prepare_once_and_one_that_fails_leaves_nothing(
     with pytest.raises(DataError, match=r"rows\.jsonl:1: no column 'prompt'"):
         load(rows)
     assert len(list(folder.rglob("*.arrow"))) == 1
+
+
+def test_a_start_that_waits_for_another_one_says_so(
+    load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(rows)
+    (prepared,) = (path for path in folder.iterdir() if path.is_dir())
+    other = FileLock(folder.with_name("locks") / prepared.name)
+    other.acquire()
+    lines = []
+
+    def warn(line: str) -> None:
+        lines.append(line)
+        other.release()  # the other start has ended
+
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(cache.log, "warning", warn)
+    assert len(load(rows)) == 3
+    assert lines == ["another start is preparing these prompts: waiting for it (Ctrl-C to give up)"]
 
 
 def test_what_nobody_used_for_a_month_is_removed(load: Load, rows: Path, folder: Path) -> None:

@@ -13,12 +13,12 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from hocket import data
 from hocket.common.environment import version_of
@@ -28,6 +28,7 @@ from hocket.errors import DataError
 from hocket.types import Image, Prompt, Prompts, digest_of, key_of, sha256_of_text
 
 UNUSED_S = 30 * 86_400.0  # a folder that was not used for so long is removed
+PATIENCE_S = 2.0  # seconds before a line says that another start has the lock
 # The fields of a prompt that a table has together, as JSON.
 OTHERS = [
     field.name for field in dataclasses.fields(Prompt) if field.name not in ("token_ids", "images")
@@ -115,7 +116,7 @@ def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
     _remove_unused(folder)
     locks = folder.with_name("locks")  # not in a folder that may be removed
     locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / key):  # only one of two starts at once prepares
+    with _holding(FileLock(locks / key)):  # only one of two starts at once prepares
         if seal.exists() and seal.read_text() != _contents(home):
             shutil.rmtree(home)
         table = datasets.Dataset.from_generator(
@@ -125,6 +126,20 @@ def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
             write_atomically(seal, _contents(home))
         os.utime(home)
     return table
+
+
+@contextmanager
+def _holding(lock: FileLock) -> Iterator[None]:
+    """Hold a lock; say so if another process has it for long."""
+    try:
+        lock.acquire(timeout=PATIENCE_S)
+    except Timeout:
+        log.warning("another start is preparing these prompts: waiting for it (Ctrl-C to give up)")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _remove_unused(folder: Path) -> None:
