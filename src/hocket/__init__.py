@@ -27,7 +27,6 @@ COMMANDS = {  # name → what it does, for the help
     "pipeline.replay",
     "generate": "ask a running server for completions",
     "eval": "measure held-out accuracy of a running server, or of model.path where none answers",
-    "reward-test": "score the completions in a file with the rewards of CONFIG, without a model",
     "config": "check a config, or print every key",
 }
 EXTRA_COMMANDS = {  # name → (the module that registers it, what it does)
@@ -47,6 +46,10 @@ EXTRA_COMMANDS = {  # name → (the module that registers it, what it does)
         "hocket.extras.select",
         "write the best rollouts of the run in folder RUN as demonstrations (rejection sampling), "
         "or preferences",
+    ),
+    "reward-test": (
+        "hocket.extras.reward_test",
+        "score the completions in a file with the rewards of CONFIG, without a model",
     ),
     "serve-reward": (
         "hocket.extras.http_reward.command",

@@ -12,7 +12,6 @@ from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.commands import sources as sources_module
 from hocket.commands.parts import Parts
-from hocket.commands.reward_samples import score_samples
 from hocket.commands.runs import _shape
 from hocket.commands.sources import reward_calls
 from hocket.common.registry import load_plugins
@@ -110,13 +109,6 @@ def test_held_out_rows_that_no_evaluation_reads_are_left_out_of_training_too(tmp
     with Console(1) as console:
         loaded = Parts.make(load(None, settings), console).load()
     assert ([prompt.answer for prompt in loaded.training[""]], len(loaded.held_out)) == (["0", "1", "2", "3"], 1)
-
-
-def test_rewards_that_differ_between_sources_are_no_answer_to_a_file(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "completion": "c", "answer": "a"}')
-    with pytest.raises(ConfigError, match=r"the source guess has rewards of its own: add data\.sources="):
-        score_samples(config(), tmp_path / "rows.jsonl", None)
-    assert score_samples(load(None, ["data.sources=[task:sort, a.jsonl]"]), tmp_path / "rows.jsonl", None) == 0
 
 
 def test_a_set_of_weight_0_is_only_held_out(tmp_path: Path) -> None:

@@ -205,11 +205,11 @@ def run(*arguments: str, streams: str = "", **variables: str) -> "subprocess.Com
 def test_a_command_runs_in_any_locale_and_replaces_what_the_terminal_can_not_show(
     tmp_path: Path, variables: dict[str, str], shown: str
 ) -> None:
-    samples = tmp_path / "läufe 日本.jsonl"
-    samples.write_text('{"prompt": "ü", "completion": "日本 🤖", "answer": "日本 🤖"}', encoding="utf-8")
-    answer = run("reward-test", "rewards.functions={exact_match: 1}", "--samples", str(samples), **variables)
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert f"/{shown}.jsonl:1  1  exact_match 1\n" in answer.stdout
+    file = tmp_path / "läufe 日本.py"
+    lines = ["from hocket.commands.command import command", '@command("say")', "def say(args): print('läufe 日本')"]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    answer = run(str(file), **variables)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, f"{shown}\n", "")
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,6 @@ GPUS_PER_NODE = 8
 WHOLE = (0, 3)  # exit statuses of a run that has taken all its steps; 3 is runs.NO_UPDATE
 # Read as torch is imported. Segments that grow fit micro-batches, whose lengths differ.
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-SAMPLES = (
-    "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, "
-    "or a run's rollouts"
-)
 EPILOG = (
     "Settings are read from CONFIG (YAML); section.key=value overrides one, "
     "e.g. trainer.steps=10 run.dir=runs/a."
@@ -360,22 +356,6 @@ def _eval(args: argparse.Namespace) -> None:
         return
     for name, value in values.items():
         print(f"{name:20} {value:.4f}")
-
-
-@command(
-    "reward-test",
-    SETTINGS,
-    option("--samples", type=Path, required=True, metavar="FILE", help=SAMPLES),
-    option(
-        "--against",
-        metavar="REWARD",
-        help="compare the total with this reward: ranks, and order of pairs",
-    ),
-)
-def _reward_test(args: argparse.Namespace) -> int:
-    from hocket.commands.reward_samples import score_samples
-
-    return score_samples(args.config, args.samples, args.against)
 
 
 @command(

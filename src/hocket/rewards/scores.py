@@ -1,9 +1,7 @@
 """Make scores from what rewards return. An error is never a number."""
 
-import itertools
 import math
 import numbers
-import statistics
 import traceback
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -182,28 +180,3 @@ def _kind(value: Any) -> str:
         return "None"
     advice = " (return its .item())" if hasattr(value, "item") else ""
     return f"{type(value).__name__}{advice}"
-
-
-def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:
-    """Describe how far two rewards agree on the order of rollouts.
-
-    Each rollout has the scores of both rewards. The first figure is Spearman's correlation over all
-    rollouts. The second is the share of pairs in the same order: a pair is two rollouts of a group
-    whose second scores differ, and counts half where its first scores are equal.
-    """
-    totals = []  # of all rollouts with two scores
-    pair_values = []  # 1: same order, 1/2: equal first scores, 0: other order
-    for group in groups:
-        group_totals = [(x.total, y.total) for x, y in group if math.isfinite(x.total + y.total)]
-        totals += group_totals
-        for (x1, y1), (x2, y2) in itertools.combinations(group_totals, 2):
-            if y1 != y2:
-                pair_values.append(((x1 - x2) * (y1 - y2) > 0) + (x1 == x2) / 2)
-    if not pair_values:
-        return "no two rollouts of a group differ"
-    import pandas as pd  # its import would take most of a worker's start
-
-    overall = pd.DataFrame(totals).corr("spearman").iloc[0, 1]  # NaN where all are equal
-    share = statistics.fmean(pair_values)
-    num_pairs = len(pair_values)
-    return f"rank correlation {overall:.3f}; {share:.1%} of {num_pairs} pairs in the same order"

@@ -1,10 +1,14 @@
 """The command reward-test: score the completions in a file, without a model."""
 
+import argparse
 import asyncio
+import itertools
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
+from hocket.commands.command import SETTINGS, command, option
 from hocket.common import tasks
 from hocket.common.registry import load_plugins
 from hocket.config import Config
@@ -13,8 +17,26 @@ from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError
 from hocket.observe.rows import DAMAGED, rollout_of, without_format
 from hocket.rewards.scorer import RewardCalls, RewardScorer
-from hocket.rewards.scores import agreement
 from hocket.types import Rollout, Score
+
+SAMPLES = (
+    "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, "
+    "or a run's rollouts"
+)
+
+
+@command(
+    "reward-test",
+    SETTINGS,
+    option("--samples", type=Path, required=True, metavar="FILE", help=SAMPLES),
+    option(
+        "--against",
+        metavar="REWARD",
+        help="compare the total with this reward: ranks, and order of pairs",
+    ),
+)
+def _reward_test(args: argparse.Namespace) -> int:
+    return score_samples(args.config, args.samples, args.against)
 
 
 def score_samples(config: Config, file: Path, against: str | None) -> int:
@@ -62,7 +84,7 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
         times = "none"
         if seconds:
             slowest = f"slowest {1000 * max(seconds):.3g} ms"
-            times = f"median {1000 * median(seconds):.3g} ms, {slowest}"
+            times = f"median {1000 * statistics.median(seconds):.3g} ms, {slowest}"
         print(f"calls of {name}: {times} (the first of a process loads it)")
     if comparison is not None:
         print(comparison)
@@ -112,3 +134,28 @@ def _print_score(rollout: Rollout, score: Score) -> None:
     for line in score.note.splitlines():
         # A program that was tested may have written it, with control characters of a terminal.
         print("   ", "".join(filter(str.isprintable, line)))
+
+
+def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:
+    """Describe how far two rewards agree on the order of rollouts.
+
+    Each rollout has the scores of both rewards. The first figure is Spearman's correlation over all
+    rollouts. The second is the share of pairs in the same order: a pair is two rollouts of a group
+    whose second scores differ, and counts half where its first scores are equal.
+    """
+    totals = []  # of all rollouts with two scores
+    pair_values = []  # 1: same order, 1/2: equal first scores, 0: other order
+    for group in groups:
+        group_totals = [(x.total, y.total) for x, y in group if math.isfinite(x.total + y.total)]
+        totals += group_totals
+        for (x1, y1), (x2, y2) in itertools.combinations(group_totals, 2):
+            if y1 != y2:
+                pair_values.append(((x1 - x2) * (y1 - y2) > 0) + (x1 == x2) / 2)
+    if not pair_values:
+        return "no two rollouts of a group differ"
+    import pandas as pd  # its import takes long
+
+    overall = pd.DataFrame(totals).corr("spearman").iloc[0, 1]  # NaN where all are equal
+    share = statistics.fmean(pair_values)
+    num_pairs = len(pair_values)
+    return f"rank correlation {overall:.3f}; {share:.1%} of {num_pairs} pairs in the same order"

@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 
 from hocket.commands.cli import main
+from hocket.config import load
+from hocket.errors import ConfigError
+from hocket.extras.reward_test import agreement, score_samples
 from hocket.observe.rows import lines_of
 from hocket.types import Prompt, Score
+from support.processes import ROOT
 from support.records import group, sequence, user, write_rows
 
 
@@ -99,3 +103,28 @@ def test_reward_test_scores_as_many_groups_at_once_as_a_step_has(
     assert main(["reward-test", *settings, f"--samples={samples}"]) == 0
     totals = [float(line.split("  ")[1]) for line in capsys.readouterr().out.splitlines()[:9]]
     assert max(totals) == 3.0 == totals[2]
+
+
+def test_two_rewards_are_compared_by_their_ranks_over_all_and_within_groups() -> None:
+    def scored(*pairs: tuple[float, float]) -> list[tuple[Score, Score]]:
+        return [(Score(total=a), Score(total=b)) for a, b in pairs]
+
+    # ranks 1, 2.5, 2.5, 4 and 1, 3, 2, 4: 1 - 6 Σd²/(n³ - n) without ties; with them 4.5 / √(4.5 · 5)
+    group = [(0.0, 1.0), (5.0, 3.0), (5.0, 2.0), (9.0, 10.0)]
+    assert agreement([scored(*group)]).startswith(f"rank correlation {4.5 / math.sqrt(4.5 * 5):.3f};")
+    assert agreement([scored((1.0, 9.0), (2.0, 4.0), (3.0, 1.0))]).startswith("rank correlation -1.000;")
+    assert agreement([scored((1.0, 2.0), (1.0, 3.0))]).startswith("rank correlation nan;")
+    failed = (Score(total=math.nan, error="late"), Score(total=1.0))
+    groups = [scored(*group), scored((3.0, 0.0), (2.0, 1.0)), scored((1.0, 0.0), (1.0, 0.0)), [failed]]
+    # pairs: 5 in the same order and an equal one of 6; 0 of 1; the third group has none that the second orders
+    said = agreement(groups)
+    assert said.endswith("; 78.6% of 7 pairs in the same order")
+    assert agreement([]) == "no two rollouts of a group differ"
+
+
+def test_rewards_that_differ_between_sources_are_no_answer_to_a_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "completion": "c", "answer": "a"}')
+    config = load(ROOT / "config" / "mixture.yaml", [f"model.path={ROOT}/checkpoints/tiny-tools"])
+    with pytest.raises(ConfigError, match=r"the source guess has rewards of its own: add data\.sources="):
+        score_samples(config, tmp_path / "rows.jsonl", None)
+    assert score_samples(load(None, ["data.sources=[task:sort, a.jsonl]"]), tmp_path / "rows.jsonl", None) == 0
