@@ -114,7 +114,6 @@ check plugins=[short.py] | ; decorators are in hocket.rewards and hocket.envs
 check data.source=rows.jsonl data.split=test | data: split=test: leave it out of a file, which has none; eval.data
 config server.urls=http://a:80x0 | server.urls.0: Port could not be cast to integer value as '80x0'
 config checkpoint.copy_to=rows.jsonl | checkpoint: copy_to=rows.jsonl is a file: name a folder, which need not be there
-reward-test --samples nope | --samples nope is not a file: give rows in .jsonl, or a run's rollouts/step_N.jsonl
 check data.source=rows.jsonl | no column 'prompt', only 'question', 'answer': set data.prompt_column to one of these
 check data.source=broken.jsonl | broken.jsonl:2: Expecting value: line 1 column 12 (char 11)
 check data.source=null.jsonl | 1 of 2 rows of null.jsonl can't be used; repair or remove them (line):

@@ -34,6 +34,7 @@ sft --dry-run model.max_length=5 data.limit=9 | shorten them, or raise model.max
 sft --dry-run data.source=turns.jsonl trainer.micro_batch_tokens=8 | fit into trainer.micro_batch_tokens=8; set it to
 dpo --dry-run data.source=rows.jsonl | no columns 'chosen' and 'rejected', only 'question', 'answer'
 select whole/weights | whole/weights is no run: it has no config.yaml; give the run folder
+reward-test --samples nope | --samples nope is not a file: give rows in .jsonl, or a run's rollouts/step_N.jsonl
 ledger empty | empty is no run with a ledger: train and quickstart write one, a replay draws nothing
 plan --gpus -1 | --gpus -1: a plan needs 1 or more, or 0 for this machine's CPU
 plan --gpus 0 model.max_length=800000000 | is beyond the 512 positions of model.path=sort; lower model.max_length to 512
