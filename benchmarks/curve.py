@@ -4,8 +4,9 @@ Both train MODEL on sums of two numbers of two digits (config/sums.py): full fin
 each as often as `--group` says, completions of 12 tokens, the loss of Dr. GRPO with clip 0.2, advantages that are not
 divided, no KL, one update a step, AdamW with a constant rate, gradients clipped to 1. Prompts come in the order in
 which hocket draws them. hocket generates with vLLM, TRL with transformers, as it does by default; TRL is installed into
-a folder of its own (benchmarks/peer.py). Held-out rows are answered greedily every `--every` steps, each by the
-library's own engine.
+a folder of its own (benchmarks/peer.py). TRL's loss is an average over all completions, hocket's over those of groups
+that have a signal: with `--like-trl` hocket is trained a second time, with an average over all completions. Held-out
+rows are answered greedily every `--every` steps, each by the library's own engine.
 
 A run is a line of OUTPUT/curve.jsonl as soon as it ends; the same command continues what was interrupted. At the end
 it writes the picture OUTPUT/curve.svg, and a table of accuracies and seconds (without the held-out evaluations).
@@ -13,6 +14,7 @@ it writes the picture OUTPUT/curve.svg, and a table of accuracies and seconds (w
     benchmarks/curve.py MODEL OUTPUT --seeds 0,1,2
 """
 
+import functools
 import itertools
 import json
 import math
@@ -35,7 +37,16 @@ from support.processes import Process, free_port
 PROMPTS, TOKENS, HELD_OUT = 8, 12, 200
 SUMS = f"{ROOT}/config/sums.py"
 MICRO_BATCH = 16  # completions of a forward pass of TRL, as in benchmarks/peer.py
-COLOURS = {"hocket": "#0b6e99", "TRL": "#c2571a"}
+LIKE_TRL = "hocket, average as TRL's"
+COLOURS = {"hocket": "#0b6e99", "TRL": "#c2571a", LIKE_TRL: "#5b8c2a"}
+AGGREGATE = """# Divides by all completions of a step, also those of groups with equal rewards.
+from hocket.algorithm.choices import aggregate
+
+
+@aggregate("all_completions")
+def all_completions(mask_bt, longest, completions: int = 1):
+    return mask_bt / (completions * longest)
+"""
 Line = dict[str, Any]  # who, seed, rewards and seconds by step, greedy by step
 
 
@@ -58,7 +69,7 @@ def write_lines(file: Path, rows: Sequence[Any]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def hocket(folder: Path, options: Any, seed: int) -> Line:
+def hocket(folder: Path, options: Any, seed: int, like_trl: bool = False) -> Line:
     """Train with hocket's quickstart."""
     settings = {
         "run.dir": folder / "run",
@@ -85,6 +96,11 @@ def hocket(folder: Path, options: Any, seed: int) -> Line:
         "server.port": free_port(),
         "checkpoint.every_steps": 0,
     }
+    if like_trl:
+        (folder / "aggregate.py").write_text(AGGREGATE)
+        settings["plugins"] = f"[{SUMS}, {folder}/aggregate.py]"
+        completions = PROMPTS * options.group
+        settings["algorithm.aggregate"] = f"{{name: all_completions, completions: {completions}}}"
     run_to_end(["quickstart", *(f"{key}={value}" for key, value in settings.items())], folder / "log")
     shutil.rmtree(folder / "run" / "weights", ignore_errors=True)
     rows: list[dict[str, Any]] = list(read_metrics(folder / "run"))
@@ -274,9 +290,10 @@ def picture(lines: Sequence[Line]) -> str:
     left = LEFT
     for who, colour in COLOURS.items():
         seconds, seeds = median_seconds(lines, who)
-        label = f"{who}: {seconds:.1f} s a step, {seeds} seeds"
-        drawn.append(f'<text x="{left}" y="{height - 14}" fill="{colour}" font-weight="bold">{label}</text>')
-        left = right
+        if seeds:
+            label = f"{who}: {seconds:.1f} s a step, {seeds} seeds"
+            drawn.append(f'<text x="{left}" y="{height - 14}" fill="{colour}" font-weight="bold">{label}</text>')
+            left += width // len(COLOURS)
     return "\n".join([*drawn, "</svg>", ""])
 
 
@@ -306,10 +323,15 @@ def main(options: Any) -> None:
     output.mkdir(parents=True, exist_ok=True)
     file = output / "curve.jsonl"
     done = {(line["who"], line["seed"]) for line in read_lines(file)}
-    for seed, (who, train) in itertools.product(options.seeds, (("hocket", hocket), ("TRL", trl))):
-        if (who, seed) in done or (who == "TRL" and options.without_trl):
+    kinds: dict[str, Callable[[Path, Any, int], Line]] = {"hocket": hocket}
+    if not options.without_trl:
+        kinds["TRL"] = trl
+    if options.like_trl:
+        kinds[LIKE_TRL] = functools.partial(hocket, like_trl=True)
+    for seed, (who, train) in itertools.product(options.seeds, kinds.items()):
+        if (who, seed) in done:
             continue
-        folder = output / f"{who}-{seed}"
+        folder = output / f"run-{list(COLOURS).index(who)}-{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         write_rows(folder, seed, options.steps * PROMPTS)
@@ -332,6 +354,7 @@ if __name__ == "__main__":
         group=(8, "completions of a prompt"),
         rate=(1e-5, "learning rate"),
         reward=("last_number", "reward that is trained; random: a control that teaches nothing"),
+        like_trl=(False, "train with hocket once more, its loss averaged as TRL's"),
         without_trl=(False, "hocket alone; nothing is installed"),
         as_trl=("", "for its own child process: what is chosen here, as JSON"),
     )

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from hocket.common.registry import load_plugin
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -44,6 +47,13 @@ def test_the_picture_is_svg_with_a_line_and_a_band_for_each_library_in_both_pane
     rewards = next(element for element in drawn if element.tag.endswith("polyline"))
     # Steps 1 and 2 of 2; rewards of .2 and .7: a panel is 380 wide from 50 on, and 240 high from 50 on.
     assert rewards.get("points") == "240.0,242.0 430.0,122.0"
+
+
+def test_the_average_over_all_completions_divides_by_their_number_and_the_longest(tmp_path: Path) -> None:
+    (tmp_path / "aggregate.py").write_text(curve.AGGREGATE)
+    plugin = load_plugin(str(tmp_path / "aggregate.py"))
+    weights = plugin.all_completions(torch.tensor([[1.0, 1.0, 0.0]]), longest=12, completions=64)
+    assert weights.tolist() == [[pytest.approx(1 / 768), pytest.approx(1 / 768), 0.0]]
 
 
 def test_rows_are_written_in_the_order_in_which_a_run_draws_them(tmp_path: Path) -> None:
