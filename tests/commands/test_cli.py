@@ -16,9 +16,12 @@ import pytest
 from safetensors import SafetensorError
 
 import hocket
+from hocket import protocol
+from hocket.client.server import ServerClient
 from hocket.commands.cli import DEFAULTS, main
 from hocket.commands.command import COMMANDS
 from hocket.errors import ConfigError, ServerError
+from support import fakes
 
 ROOT = Path(__file__).parents[2]
 
@@ -265,3 +268,22 @@ def test_an_interrupt_while_the_process_exits_changes_nothing() -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("settings", [[], ["data.system_prompt=Add."]])
+def test_a_question_follows_the_system_prompt_of_the_training(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[protocol.GenerateRequest] = []
+
+    async def ask(_: ServerClient, request: protocol.GenerateRequest, *, timeout_s: float) -> protocol.GenerateResponse:
+        asked.append(request)
+        return protocol.GenerateResponse(
+            version=1, model="", completions=[[fakes.completion(5, logprobs=(-0.5,), text="2")]]
+        )
+
+    monkeypatch.setattr(ServerClient, "ask", ask)
+    main(["generate", "-p", "1 + 1", *settings])
+    system = [{"role": "system", "content": "Add."}] if settings else []
+    assert asked[0].prompts == [[*system, {"role": "user", "content": "1 + 1"}]]
+    assert capsys.readouterr().out == "2\n"

@@ -288,7 +288,7 @@ def _rollout(args: argparse.Namespace) -> None:
         "-p",
         "--prompt",
         action="append",
-        help="a user message; repeatable; default: lines of stdin",
+        help="a user message, behind data.system_prompt; repeatable; default: lines of stdin",
     ),
     option("-n", type=int, default=1, help="completions per prompt (default 1)"),
     option(
@@ -315,12 +315,15 @@ def _generate(args: argparse.Namespace) -> None:
     prompts: list[str] = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
+    system: list[ChatMessage] = []
+    if config.data.system_prompt is not None:  # as the prompts of the training have it
+        system = [ChatMessage(role="system", content=config.data.system_prompt)]
     inputs: list[PromptInput] = []
     for prompt in prompts:
         if args.text:
             inputs.append(prompt)
         else:
-            inputs.append([ChatMessage(role="user", content=prompt)])
+            inputs.append([*system, ChatMessage(role="user", content=prompt)])
     # With fit=True the server lowers max_tokens to what the context leaves.
     max_tokens = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
     try:
