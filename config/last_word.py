@@ -9,7 +9,7 @@ from hocket.data.sources import TASKS, generator, split_of
 from hocket.rewards import reward
 
 WORD = re.compile(r"[a-z]+(?:['-][a-z]+)*")
-LEAST, MOST = 12, 18  # words of a piece: more than fit into a completion, so telling all of it again gets no reward
+LEAST, MOST = 12, 18  # words of a piece: most are too long to be repeated whole in one completion
 
 
 @TASKS.register("last_word")
