@@ -288,7 +288,7 @@ def _rollout(args: argparse.Namespace) -> None:
         "-p",
         "--prompt",
         action="append",
-        help="a user message, behind data.system_prompt; repeatable; default: lines of stdin",
+        help="a user message, sent after data.system_prompt; repeatable; default: lines of stdin",
     ),
     option("-n", type=int, default=1, help="completions per prompt (default 1)"),
     option(
