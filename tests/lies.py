@@ -287,6 +287,7 @@ class LyingServer(Process):
         from hocket import config as configs
         from hocket.commands import runs as commands
         from hocket.commands.parts import Parts
+        from hocket.common.registry import load_plugins
         from hocket.common.tasks import event_loop
         from hocket.errors import HocketError
         from hocket.observe.console import Console
@@ -297,6 +298,7 @@ class LyingServer(Process):
         (self.folder / "lie").write_text(line, encoding="utf-8")
         run_dir, said = self.folder / "runs" / f"{self.runs:03d}", ""
         config = configs.load(None, [*settings, f"run.dir={run_dir}", f"server.urls={self.url}"])
+        load_plugins(config.plugins)
         with contextlib.ExitStack() as stack:
             console = stack.enter_context(Console(config.trainer.steps))
             run_there = stack.enter_context(event_loop())
