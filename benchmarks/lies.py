@@ -141,7 +141,8 @@ def show_real(name: str, outcome: Outcome, begins: int) -> None:
     steps = [step for step in outcome.metrics if "reward/mean" in step]
     gaps = [step["train/logprob_gap"] for step in steps if step.get("train/logprob_gap") is not None]
     if outcome.said:
-        result = f"stopped {outcome.version - begins} versions later by {outcome.by}"
+        late = outcome.version - begins
+        result = f"stopped in step {len(steps) + 1}, {late} versions late, by {outcome.by}"
     else:
         rang: dict[str, int] = {}  # the first step of each alarm
         for step in outcome.metrics:
@@ -149,14 +150,11 @@ def show_real(name: str, outcome: Outcome, begins: int) -> None:
                 if alarm in SUSPICIOUS or alarm.startswith("sampling/"):
                     rang.setdefault(alarm, int(step["step"]))
         result = f"alarms with their first step: {rang}" if rang else "no alarm of a lie"
-    rewards = [step["reward/mean"] for step in steps[-10:]]
     # A step whose groups all have equal rewards trains nothing, and has no gap.
-    gap = f"gap {statistics.mean(gaps):.2g}, at most {max(gaps):.2g}" if gaps else "no step with a gap"
-    print(
-        f"{name}: {len(steps)} steps, {len(gaps)} of them trained, {result}; {gap}; "
-        f"reward of the last steps {statistics.mean(rewards):.2f}",
-        flush=True,
-    )
+    gap = f"; gap {statistics.mean(gaps):.2g}, at most {max(gaps):.2g}" if gaps else ""
+    rewards = [step["reward/mean"] for step in steps[-10:]]
+    reward = f"; reward of the last steps {statistics.mean(rewards):.2f}" if rewards else ""
+    print(f"{name}: {len(steps)} steps, {len(gaps)} of them trained, {result}{gap}{reward}", flush=True)
 
 
 def _without_null(step: dict[str, float | None]) -> dict[str, float]:

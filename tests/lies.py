@@ -252,6 +252,7 @@ class Outcome:
             "left out weights": "load",
             "does not hold": "parameters",
             "disagree on": "log-probs",
+            "these rollouts are not the trainer's": "the rollouts' log-probs",
             "did not arrive": "arrival",
         }
         return next((part for said, part in parts.items() if said in self.said), self.said)
