@@ -9,7 +9,8 @@ that have a signal: with `--like-trl` hocket is trained a second time, with an a
 rows are answered greedily every `--every` steps, each by the library's own engine.
 
 A run is a line of OUTPUT/curve.jsonl as soon as it ends; the same command continues what was interrupted. At the end
-it writes the picture OUTPUT/curve.svg, and a table of accuracies and seconds (without the held-out evaluations).
+it writes the picture OUTPUT/curve.svg, of which docs/images/curve.svg is a copy, and a table of accuracies and seconds
+(without the held-out evaluations).
 
     benchmarks/curve.py MODEL OUTPUT --seeds 0,1,2
 """

@@ -2,7 +2,8 @@
 
 Writes a run of --steps steps with --rollouts rollouts each (1.3 GB for the default million), starts `run.py watch` and
 drives Chromium. Prints a line per figure. With --pictures FOLDER it takes pictures of a run folder instead: those of
-the README, of a quickstart with observe.tokens=true, by `benchmarks/page.py --run runs/quickstart --pictures docs`.
+the README, of a quickstart with observe.tokens=true, by
+`benchmarks/page.py --run runs/quickstart --pictures docs/images`.
 """
 
 import json

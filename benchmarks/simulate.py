@@ -8,7 +8,8 @@
 
 Without a calibration the speeds are public figures of H100s and a 7B model. Calibrate on runs of two or more batch
 sizes with pipeline.max_staleness=0: one size can't tell fixed seconds from seconds per rollout, and times that overlap
-tell neither. simulated_run.py has the model, simulated_inputs.py its inputs, docs/scaling.md the errors of predictions.
+tell neither. simulated_run.py has the model, simulated_inputs.py its inputs,
+docs/explanation/scaling.md the errors of predictions.
 check and predict need simpy, of requirements/dev.txt. They print steps per hour, seconds of a step, shares of it that
 each side works and waits, and staleness: a column per run.
 """

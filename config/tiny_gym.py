@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from hocket.common.registry import need
 from hocket.data.sources import TASKS
 from hocket.extras.gym.rows import task_dataset
 
@@ -20,6 +21,7 @@ OPTIONS: dict[str, dict[str, int]] = {
 @TASKS.register("gym_demos")
 def gym_demos(split: str, seed: int) -> Iterator[dict[str, Any]]:
     """Yield rows of both tasks in turn, from other seeds than those of config/gym.yaml."""
+    need("task:gym_demos", "reasoning_gym")
     rng = random.Random(seed)
     tasks = [
         task_dataset(name, json.dumps({**options, "seed": 1 << 30, "size": SIZE})) for name, options in OPTIONS.items()

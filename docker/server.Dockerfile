@@ -1,5 +1,5 @@
 # Process 1, the generation server: vLLM, without DeepSpeed. docker/compose.yaml builds it; by hand, in the repository:
-#   docker build -f docker/server.Dockerfile --build-arg DEVICE=cuda -t hocket-server:cuda .
+#   docker build -f docker/server.Dockerfile --build-arg DEVICE=cuda -t hocket-server:0.1.0-cuda .
 # DEVICE=cpu or cuda (NVIDIA); BASE: the same Python from your registry, or by digest; PIP_INDEX_URL: a mirror of PyPI. For
 # torch from a folder of wheels: --build-context wheels=FOLDER. The locks fix every Python package to the byte, as they do
 # for run.py; the patches of Python and Debian are the newest of the day. To run the same bytes again keep the image: push
@@ -10,6 +10,8 @@ FROM scratch AS wheels
 FROM ${BASE}
 ARG DEVICE=cpu
 ARG PIP_INDEX_URL
+LABEL org.opencontainers.image.title="hocket server" org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.description="The generation server of hocket: vLLM" org.opencontainers.image.licenses="Apache-2.0"
 # vLLM on a CPU loads libnuma; on a GPU Triton compiles its driver with a C compiler when the engine starts.
 RUN apt-get update \
     && if [ "$DEVICE" = cuda ]; then set -- gcc libc6-dev; else set -- libnuma1; fi \

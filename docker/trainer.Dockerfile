@@ -1,5 +1,5 @@
 # Process 2, the trainer: DeepSpeed, without vLLM. docker/compose.yaml builds it; by hand, in the repository:
-#   docker build -f docker/trainer.Dockerfile --build-arg DEVICE=cuda -t hocket-trainer:cuda .
+#   docker build -f docker/trainer.Dockerfile --build-arg DEVICE=cuda -t hocket-trainer:0.1.0-cuda .
 # The arguments are those of server.Dockerfile.
 ARG BASE=python:3.11-slim-bookworm
 FROM scratch AS wheels
@@ -7,6 +7,8 @@ FROM scratch AS wheels
 FROM ${BASE}
 ARG DEVICE=cpu
 ARG PIP_INDEX_URL
+LABEL org.opencontainers.image.title="hocket trainer" org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.description="The trainer of hocket: DeepSpeed" org.opencontainers.image.licenses="Apache-2.0"
 # On a GPU Triton compiles its driver with a C compiler. Nothing else is compiled: no CUDA toolkit, and no g++ on a CPU.
 RUN if [ "$DEVICE" = cuda ]; then apt-get update \
         && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi \

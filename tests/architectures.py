@@ -1,9 +1,9 @@
-"""Try architectures on tiny random models, and write docs/architectures.md.
+"""Try architectures on tiny random models, and write the table of docs/reference/models.md.
 
-Each gives the log-probs of sampled tokens and their gradients as the trainer computes them: packed into rows, with what
-sequences begin with alike shared, with LoRA, and with rows that two ranks divide (here two threads). Expected is what
-transformers gives with its own attention ("eager"), each sequence alone. Differences are printed as parts of what
-rounding explains at most. The status is 1 if a family's row of the table is another.
+The trainer computes log-probs of sampled tokens and their gradients in four ways: packed into rows, with shared
+prefixes, with LoRA, and with rows that two ranks divide (here two threads). transformers computes each sequence alone,
+with its own attention ("eager"). Differences are printed as shares of the bound for rounding. The status is 1 if the
+table has another row for a family.
 
     PYTHONPATH=src .venv/bin/python tests/architectures.py [--write] [FAMILY ...]
 """
@@ -35,8 +35,8 @@ from hocket.types import TrainSample
 from support.numbers import rounding
 from support.training import CPU, sample_of, sequence
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
-BEGIN, END = "<!-- tests/architectures.py --write -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
+BEGIN, END = "<!-- tests/architectures.py --write -->\n\n", "\n<!-- end -->\n"
 WAYS = ("packing", "sharing", "LoRA", "sequence parallelism")
 # Set where a config has a setting of that name.
 SIZES: dict[str, Any] = {
@@ -346,7 +346,7 @@ def table(families: Sequence[str]) -> Iterator[tuple[str, Result]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model_type; default: all")
-    parser.add_argument("--write", action="store_true", help="write the table to docs/architectures.md")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/reference/models.md")
     args = parser.parse_args()
     torch.set_num_threads(1)  # models are tiny
     transformers.utils.logging.set_verbosity_error()

@@ -74,6 +74,7 @@ GROUPS = {
         ["schemathesis", "anthropic", "openai-agents"],
         ["tests/extras/agents/test_clients.py", "tests/extras/openai_api/test_schema.py"],
     ),
+    "site": Group(["mkdocs-material"], ["tests/test_site.py"]),
     # beside torch without CUDA only torchvision without CUDA can be imported: of torch 2.13 it is 0.28
     "vision": Group(["torchvision==0.28.0+cpu"], ["tests/e2e/test_qwen_vl.py"]),
 }

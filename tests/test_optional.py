@@ -62,7 +62,7 @@ def test_each_group_has_tests_that_exist_and_exact_versions_of_what_it_wants() -
         assert f"\n{package}==" in pins
         assert f"{package}==" in listed
     files = [word for line in listed.splitlines() if line.startswith("  tests: ") for word in line.split()[1:]]
-    assert len(files) == 8
+    assert len(files) == 9
     assert all((ROOT / file).exists() for file in files if not file.startswith("tests/extras/"))  # may be deleted
 
 

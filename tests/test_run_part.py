@@ -45,7 +45,7 @@ def test_a_part_of_one_s_own_may_end_the_run(tmp_path: Path) -> None:
     try:
         with joined(tmp_path) as parts:
             until = parts[-1]
-            assert [until.ends(1, {"reward/total": value}) for value in (0.5, 0.95)] == [False, True]
+            assert [until.ends(1, {"reward/mean": value}) for value in (0.5, 0.95)] == [False, True]
             assert (until.evaluated(1, {}), until.summary()) == ({}, {})
     finally:
         RUN_PARTS.forget("until")

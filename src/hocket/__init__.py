@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     Settings = str | Path | Mapping[str, Any] | Config
 
+__version__ = "0.1.0"  # pyproject.toml, the images and CITATION.cff have it from here
+
 COMMANDS = {  # name → what it does, for the help
     "quickstart": "start server and trainer on this machine; without CONFIG, train the small "
     "policy that ships here",
@@ -75,6 +77,10 @@ EXTRA_COMMANDS = {  # name → (the module that registers it, what it does)
         "hocket.extras.plan.command",
         "say what a run needs and takes on given GPUs, from the model's config.json alone",
     ),
+    "new": (
+        "hocket.extras.new",
+        "make a project of your own: model, data, reward, and a test of the reward",
+    ),
     "doctor": (
         "hocket.extras.doctor",
         "report on this machine: packages, GPUs, memory, disk",
@@ -94,22 +100,30 @@ def train(
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     on_step: "OnStep" = None,
 ) -> dict[str, Any]:
-    """Train as the command `train` does, and start a server if none answers (docs/python.md).
+    """Train as the command `train` does, and start a server if none answers.
 
     Args:
-        config: a YAML file, or values as in `overrides`.
-        overrides: "section.key" → value, or section → mapping.
-        rewards: name → function, called in this process; they replace rewards.functions, each
+        config: a YAML file, a mapping as in `overrides`, or a Config.
+        overrides: settings to change: {"section.key": value} or {"section": {"key": value}}.
+        rewards: functions by name, called in this process. They replace `rewards.functions`, each
             with weight 1.
-        on_step: called with number and metrics of each step; if it returns True, the run ends
-            with a checkpoint.
+        on_step: a function of a step's number and metrics, called after the step. If it returns
+            True, the run ends with a checkpoint.
 
     Returns:
-        The content of summary.json, "run_dir", "model" (folder of the newest weights), and
-        "history" (the rows of metrics.jsonl).
+        The content of summary.json, and the keys `run_dir`, `model` (folder of the newest weights)
+        and `history` (the rows of metrics.jsonl).
 
     Raises:
-        HocketError: a subclass with cause and fix in its message.
+        HocketError: a subclass, with cause and fix in its message.
+
+    Example: two settings of a config are changed.
+
+        import hocket
+
+        settings = {"run.dir": "runs/short", "trainer.steps": 20}
+        result = hocket.train("config/quickstart.yaml", settings)
+        print(result["after"]["greedy"], result["model"])
     """
     from hocket.common import environment
 
@@ -141,20 +155,32 @@ def train(
 
 
 def sft(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Fine-tune on demonstrations, as the command `sft` does (docs/stages.md).
+    """Fine-tune on demonstrations, as the command `sft` does.
 
-    Takes and raises as `train`. Returns "run_dir", "model" (its folder) and "history".
+    Args:
+        config: as of `train`.
+        overrides: as of `train`.
+
+    Returns:
+        The keys `run_dir`, `model` (its folder) and `history` (the rows of metrics.jsonl).
+
+    Example: the model that comes out is the start of a GRPO run.
+
+        import hocket
+
+        start = hocket.sft("config/stages/sft.yaml", {"run.dir": "runs/start"})
+        hocket.train("config/quickstart.yaml", {"model.path": start["model"]})
     """
     return _run_stage("sft", config, overrides)
 
 
 def rm(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train a reward model on preferences, as the command `rm` does; arguments as of `sft`."""
+    """Train a reward model on preferences, as the command `rm` does. Used like `sft`."""
     return _run_stage("rm", config, overrides)
 
 
 def dpo(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Learn a policy from preferences, as the command `dpo` does; arguments as of `sft`."""
+    """Train a policy on preferences, as the command `dpo` does. Used like `sft`."""
     return _run_stage("dpo", config, overrides)
 
 

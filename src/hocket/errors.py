@@ -49,6 +49,11 @@ def program() -> str:
     return "python3 run.py"
 
 
+def pip() -> str:
+    """Name pip of this environment, for commands in messages."""
+    return "pip" if program() == "hocket" else ".venv/bin/pip"
+
+
 class HocketError(Exception):
     """The root of hocket's own errors; the command line prints them without a traceback."""
 

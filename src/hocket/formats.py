@@ -31,7 +31,7 @@ PLUGINS = "plugins.json"
 OWNER = "owner.json"
 
 MetricsRow = dict[str, float | None]
-"""A step of metrics.jsonl: "step", and a number for each metric (docs/metrics.md), None where it was not finite."""
+"""A step of metrics.jsonl: "step", and a number for each metric, None where it was not finite."""
 
 
 class ImageRow(TypedDict):
@@ -139,7 +139,7 @@ class SizeRow(TypedDict):
 
 @final
 class OutcomeRow(TypedDict):
-    """What became of a prompt: the other lines of `ledger.jsonl` ([curriculum.md](curriculum.md#the-ledger))."""
+    """What became of a prompt: the other lines of `ledger.jsonl` ([curriculum](../how-to/curriculum.md))."""
 
     step: NotRequired[
         Annotated[
@@ -288,4 +288,4 @@ ROWS: dict[str, tuple[type, ...]] = {
     "skipped/step_N.json": (KeptBatch, KeptSample),
     "owner.json": (Owner,),
 }
-"""File -> the types of what it holds. docs/metrics.md has the keys of metrics.jsonl."""
+"""File -> the types of what it holds. docs/reference/metrics.md has the keys of metrics.jsonl."""

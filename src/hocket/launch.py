@@ -29,10 +29,15 @@ from hocket.trainer import checkpoints
 ENGINES: Registry[Callable[..., None]] = Registry(
     "engine", **dict.fromkeys(("slurm", "ray", "kubernetes"), "hocket.extras.cluster.engines")
 )
-"""Functions that run a config on several nodes, for `launch --engine NAME`.
+"""Register a function that runs a config on several nodes, for `launch --engine NAME`.
 
-Called with (settings, gpus_per_node, output, submit=, dry_run=), one writes the files of its system
-to `output`. Example: `launch --engine pbs` of a plugin.
+It is called with (settings, gpus_per_node, output, submit=, dry_run=), and writes the files of its
+system to `output`.
+
+Args:
+    name: its name in `launch --engine`.
+
+Example: a plugin file for `launch --engine pbs`.
 
     @ENGINES.register("pbs")
     def pbs(settings, gpus_per_node, output, *, submit, dry_run):

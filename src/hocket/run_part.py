@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """The run that a part joins: what its maker gets to read and use."""
+    """The run that a part joins, as the function gets it that makes the part."""
 
-    config: Config
-    folder: RunFolder
-    servers: ServerPool
-    trainer: "Trainer"
-    publisher: Publisher
+    config: Config  # all settings
+    folder: RunFolder  # the run's files; `folder.path` is the folder
+    servers: ServerPool  # the generation servers
+    trainer: "Trainer"  # the policy and its optimizer
+    publisher: Publisher  # sends weight versions to the servers
     prompts: Sequence[Prompt]  # the training prompts of the first source
-    checkpoints: Checkpoints
-    console: Console
+    checkpoints: Checkpoints  # writes and keeps checkpoints
+    console: Console  # `console.say` prints a line
 
 
 class RunPart:
-    """A part of a run. Its methods stand in the order in which a step calls them.
+    """A part of a run: it watches the run, keeps something of it, or ends it.
 
-    By default none does anything. What a method raises ends the run.
+    Its methods stand in the order in which a step calls them. By default none does anything. An
+    exception in a method ends the run.
 
     Example: a plugin that ends a run as soon as a metric is high enough.
 
@@ -49,16 +50,16 @@ class RunPart:
 
         class Until(RunPart):
             def ends(self, step: int, metrics: Metrics) -> bool:
-                return metrics.get("reward/total", 0.0) >= 0.9
+                return metrics.get("reward/mean", 0.0) >= 0.9
     """
 
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
         """Take a batch's rollouts, a sequence for each prompt, before the step learns from them.
 
         Args:
-            groups: The rollouts of each prompt. Those of an evaluation are played by the current
+            groups: the rollouts of each prompt. Those of an evaluation are played by the current
                 weights: first the greedy one, then those of eval.temperature.
-            trains: Whether the step learns from some of them; None for an evaluation.
+            trains: whether the step learns from some of them; None for an evaluation.
 
         Returns more metrics.
         """
@@ -92,7 +93,7 @@ class RunPart:
     def checkpointed(self, folder: Path) -> None:
         """Take the folder of a complete checkpoint, which stays until this returns.
 
-        Called in a thread, beside the next steps.
+        Called in a thread, while the next steps run.
         """
 
     def evaluated(self, step: int, metrics: Metrics) -> Metrics:
@@ -103,7 +104,7 @@ class RunPart:
         return {}
 
     def ends(self, step: int, metrics: Metrics) -> bool:
-        """Say whether the run ends with this step.
+        """Decide whether the run ends with this step.
 
         All its metrics are there, except those of the evaluation that follows if it ends.
         """
@@ -132,7 +133,13 @@ RUN_PARTS: Registry[Callable[[Joined], RunPart | None]] = Registry(
     copy_to="hocket.extras.copy_to",
 )
 run_part = RUN_PARTS.register
-"""Decorator of a function that makes a part for a run, or returns None if settings turn it off."""
+"""Register a function that makes a part of a run, or returns None if settings turn it off (decorator).
+
+It is called with the run that the part joins. RunPart has an example.
+
+Args:
+    name: its name; no setting names it, as a part joins every run whose `plugins` has its file.
+"""
 
 
 # Parts whose files were deleted. A setting that asks for one must not be ignored in silence.

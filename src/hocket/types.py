@@ -51,15 +51,15 @@ class Prompt:
     """One row of the data, rendered once."""
 
     id: str  # stable name of the row, "source:row"
-    token_ids: TokenIds  # never empty
-    messages: tuple[Message, ...] | None = None  # None for plain text
+    token_ids: TokenIds  # the rendered prompt; never empty
+    messages: tuple[Message, ...] | None = None  # the prompt as a chat; None for plain text
     text: str = ""  # text for rewards and people: the last user message, or all
     # The thought at the prompt's end that the chat template opens, and maybe closes: "<think>\n"
     opening: str = ""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # chat template's options
     answer: str | None = None  # reference answer that rewards compare with
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
-    images: tuple[Image, ...] = ()
+    images: tuple[Image, ...] = ()  # all images of the prompt, in order
     source: str = ""  # name of its source in data.sources
 
 
@@ -68,7 +68,7 @@ class TurnReward(NamedTuple):
 
     number: int  # number of the turn in its episode, from 0
     tokens: int  # number of tokens sampled in it
-    reward: float = 0.0
+    reward: float = 0.0  # reward of the environment for it
     state: str = ""  # names what the model read before the turn: equal for the same text
 
 
@@ -135,6 +135,8 @@ def sha256_of_text(text: str) -> str:
 class TokenSequence:
     """One flat sequence, exactly as the engine read and sampled it.
 
+    A list marked [t] has one entry per token, those of the prompt first.
+
     Example:
         >>> TokenSequence(
         ...     token_ids=array("I", [5, 6, 7]),  # two tokens of the prompt, one sampled
@@ -144,13 +146,12 @@ class TokenSequence:
         1
     """
 
-    token_ids: TokenIds  # [t]
+    token_ids: TokenIds  # [t] tokens of the prompt and of all turns
     mask: tuple[bool, ...]  # [t] True where the policy sampled: only these tokens are trained
     logprobs: Sequence[float]  # [t] log-probs of the engine, 0.0 where the mask is False
     finish_reason: FinishReason = "stop"  # reason of the last turn; "length" if a limit cut it off
-    # Oldest and newest weight version that sampled a token; 0 if no token was sampled.
-    version_min: int = 0
-    version_max: int = 0
+    version_min: int = 0  # oldest weight version that sampled a token; 0 if none was sampled
+    version_max: int = 0  # newest weight version that sampled a token
     turns: int = 1  # number of model turns
     text: str = ""  # text of the policy's last turn
     opening: str = ""  # opening of a thought before this text: "<think>\n"
@@ -170,11 +171,12 @@ class Rollout:
     """
 
     id: str  # "step 3/7/1": the second of group "step 3/7"
-    prompt: Prompt
+    prompt: Prompt  # what it answers
     sequences: tuple[TokenSequence, ...]  # the sequence of the last turn comes last
     reward: float | None = None  # reward of the environment; None if it gives none
     error: str | None = None  # why the episode failed; then it is not trained
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # from the environment
+    # Measures of the environment.
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -203,9 +205,10 @@ class Rollout:
 class Score:
     """The reward of one rollout. With an `error`, `total` is NaN and the rollout is not trained."""
 
-    total: float
+    total: float  # sum of the weighted rewards
+    # Each reward by name, before its weight.
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    error: str | None = None
+    error: str | None = None  # why there is no score
     note: str = ""  # text for people: the output of a program, the reasons of a judge
 
 

@@ -39,7 +39,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert f"run.py {command}" in out
-    assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "select", "watch", "report"))
+    assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "new", "select", "watch", "report"))
 
 
 @pytest.mark.parametrize(
@@ -287,3 +287,55 @@ def test_a_question_follows_the_system_prompt_of_the_training(
     system = [{"role": "system", "content": "Add."}] if settings else []
     assert asked[0].prompts == [[*system, {"role": "user", "content": "1 + 1"}]]
     assert capsys.readouterr().out == "2\n"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.names & {*hocket.COMMANDS}))
+def test_the_help_of_a_command_has_two_examples_its_config_s_default_and_its_page(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    help_ = capsys.readouterr().out
+    examples = help_.partition("examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) == 2
+    assert [line for line in examples if not line.startswith(f"  run.py {command}")] == []
+    page = help_.partition("docs: ")[2].strip()
+    assert (ROOT / page).is_file()
+    assert ("Without one: config.yaml of this folder" in help_) == ("section.key=value" in help_)
+
+
+def test_a_command_without_a_config_takes_the_one_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config"]) == 0
+    assert "steps: 7" not in capsys.readouterr().out
+    (tmp_path / "config.yaml").write_text("trainer: {steps: 7}\n")
+    assert main(["config"]) == 0
+    assert "steps: 7\n" in capsys.readouterr().out
+    assert main(["config", f"{ROOT}/config/sort.yaml"]) == 0
+    assert "steps: 7\n" not in capsys.readouterr().out
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hocket {hocket.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["quickstart", "launch", "serve"])
+def test_without_an_engine_a_command_names_the_extras_to_install(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: object) -> None:
+        raise ModuleNotFoundError("No module named 'uvloop'", name="uvloop")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hocket.server.main.serve", fail)
+    monkeypatch.setattr("hocket.common.environment.ENGINES", ("torch", "no_vllm_here"))
+    assert main([command]) == 1
+    error = capsys.readouterr().err
+    assert 'needs no_vllm_here: pip install "hocket[cpu]" --extra-index-url' in error
+    assert 'pip install "hocket[cuda]"' in error
+    assert list(tmp_path.iterdir()) == []

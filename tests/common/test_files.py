@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hocket.common.files import atomic_folder, remove_folder, write_atomically
+from hocket.common import files
+from hocket.common.files import atomic_folder, remove_folder, shipped, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +55,28 @@ def test_a_removed_folder_is_never_seen_in_part(tmp_path: Path, monkeypatch: pyt
     path.mkdir()
     remove_folder(path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shipped_file_is_found_from_any_folder_unless_that_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    for name in ("config/quickstart.yaml", "checkpoints/tiny-sort", "examples/own_everything"):
+        assert shipped(name) == str(root / name)
+    for name in ("config/none.yaml", "src/hocket", "", ".", "/config/quickstart.yaml", "Qwen/Qwen3-4B"):
+        assert shipped(name) == name
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "quickstart.yaml").touch()
+    assert shipped("config/quickstart.yaml") == "config/quickstart.yaml"
+
+
+def test_a_wheel_s_files_come_before_those_of_the_folder_above_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "lib" / "python3" / "hocket"
+    (package / "shipped" / "config").mkdir(parents=True)
+    (package / "shipped" / "config" / "sort.yaml").touch()
+    monkeypatch.setattr(files, "_PACKAGE", package)
+    monkeypatch.chdir(tmp_path)
+    assert shipped("config/sort.yaml") == f"{package}/shipped/config/sort.yaml"

@@ -48,10 +48,11 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def window(tmp_path_factory: pytest.TempPathFactory) -> type[Curriculum]:
-    """The curriculum that docs/curriculum.md shows, as it stands."""
+    """The curriculum that docs/how-to/curriculum.md shows, as it stands."""
     if "window" in CURRICULA.names:  # for the tests of another folder
         return CURRICULA.get("window")
-    code = (ROOT / "docs" / "curriculum.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    page = (ROOT / "docs" / "how-to" / "curriculum.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
     plugin = tmp_path_factory.mktemp("plugins") / "my_curriculum.py"
     plugin.write_text(code)
     load_plugins([str(plugin)])

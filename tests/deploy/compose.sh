@@ -17,6 +17,7 @@ cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 port=${HOCKET_PORT:-18000}
 device=${GPU:+cuda}; device=${device:-cpu}
+version=$(sed -n 's/^__version__ = "\(.*\)".*/\1/p' src/hocket/__init__.py)
 export HOCKET_TOKEN=a-token-of-this-test HOCKET_PORT=$port HF_TOKEN=hf_of_this_test
 
 # A copy of what git knows or would add, as a user's clone: a run must need nothing else, and leaves nothing here.
@@ -106,9 +107,9 @@ phase_build() {
     done
     docker image ls --format '{{.Repository}}:{{.Tag}} {{.Size}}' | grep '^hocket-' | while read -r line; do say "image $line"; done
     for image in server trainer; do
-        docker history --no-trunc --format '{{.CreatedBy}}' "hocket-$image:$device" > "$work/layers"
+        docker history --no-trunc --format '{{.CreatedBy}}' "hocket-$image:$version-$device" > "$work/layers"
         if grep -i token "$work/layers"; then fail "a token in a layer"; fi
-        docker run --rm --network none --user 4242:4242 --entrypoint sh "hocket-$image:$device" -c 'mkdir "$HF_HOME"' ||
+        docker run --rm --network none --user 4242:4242 --entrypoint sh "hocket-$image:$version-$device" -c 'mkdir "$HF_HOME"' ||
             fail "another user without the mount has no place for downloads"
     done
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the quickstart as a Ray job on a cluster of four nodes: kill a server's actor in mid-run and see it used again, then take
+# Run config/sort.yaml as a Ray job on a cluster of four nodes: kill a server's actor in mid-run and see it used again, then take
 # a node of the trainer off the network and see the run go on from its checkpoint, on another one.
 #   sudo tests/deploy/ray.sh [STEPS]      about 4 minutes on 2 cores, 600 MB for Ray; needs iproute2
 # The nodes are network namespaces with a switch of their own; their GPUs are only Ray's count of them. It prints what the
@@ -47,7 +47,7 @@ until_or_end() { # SECONDS COMMAND...: until it succeeds, or the job has ended
     for _ in $(seq "$1"); do "${@:2}" > /dev/null 2>&1 || ! kill -0 "$follow" 2> /dev/null || { sleep 1 && continue; }; break; done
 }
 reached() { [ "$(lines)" -ge "$1" ]; }
-back() { awk '/lost server/ { lost = 1 } lost && /is there/ { back = 1 } END { exit !back }' "$work/job.log"; }
+back() { awk '/lost server/ { lost = 1 } lost && /holds version/ { back = 1 } END { exit !back }' "$work/job.log"; }
 until_or_end 240 reached 20
 actor=$(find_process ray::Server)
 kill -KILL "$actor" && say "killed server actor $actor after step $(lines)"
@@ -65,7 +65,7 @@ until_or_end 120 grep -q 'going on from' "$work/job.log"
 grep -q 'going on from' "$work/job.log" && say "the trainer goes on"
 until_or_end 300 false
 say "$(on 1 ray job status "$job" | grep -oE "'$job'.*" || :)"
-grep -hE 'lost server|is there|is lost|going on|steps in|accuracy' "$work/job.log"
+grep -hE 'lost server|holds version|is lost|going on|steps in|accuracy' "$work/job.log"
 grep -c '^hocket: ready' "$work"/run/logs/server_*.log
 cat "$work/run/summary.json"
 back && grep -q 'going on from' "$work/job.log" && on 1 ray job status "$job" | grep -q succeeded && leaves_nothing

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the quickstart as a SLURM job on a cluster of two nodes: kill a server's engine in mid-run and see it used again, then
+# Run config/sort.yaml as a SLURM job on a cluster of two nodes: kill a server's engine in mid-run and see it used again, then
 # have the job requeued and see it go on from its checkpoint.
 #   sudo tests/deploy/slurm.sh [STEPS]    about 5 minutes on 2 cores; needs Debian's apt-get, iproute2, overlayfs
 # The nodes are network namespaces with a switch of their own; their GPUs are only SLURM's count of them. SLURM comes from
@@ -84,7 +84,7 @@ reach() { for _ in $(seq 240); do [ "$(lines)" -ge "$1" ] || [[ $(state) == *=@(
 reach 20
 engine=$(find_process VLLM::EngineCore)
 kill -KILL "$engine" && echo "killed a server's engine, $engine, after step $(lines)"
-back() { awk '/lost server/ { lost = 1 } lost && /is there/ { back = 1 } END { exit !back }' "$log"; }
+back() { awk '/lost server/ { lost = 1 } lost && /holds version/ { back = 1 } END { exit !back }' "$log"; }
 for _ in $(seq 240); do back && break; sleep 1; done
 reach $(($(lines) + 10))
 echo "requeued after step $(lines)" && on 1 scontrol requeue "$job"
@@ -94,6 +94,6 @@ for _ in $(seq 60); do # a requeued job waits for two minutes, unless told not t
 done
 for _ in $(seq 240); do [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 3; done
 state
-grep -hE 'lost server|is there|going on|steps in|accuracy' "$log"
+grep -hE 'lost server|holds version|going on|steps in|accuracy' "$log"
 cat "$WORK/run/summary.json"
 back && [ "$(state)" = JobState=COMPLETED ] && leaves_nothing

@@ -1,4 +1,4 @@
-"""docs/architectures.md, of which one way is of extras."""
+"""The table of docs/reference/models.md; one of its columns is a feature of extras."""
 
 from pathlib import Path
 

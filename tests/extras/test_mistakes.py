@@ -20,7 +20,6 @@ check plugins=[named.py] | named.py, line 3: @tool('add'): write @tool alone, as
 check env.name=tool | env.name: there is no environment 'tool' (did you mean 'tools'?); known:
 sft model.path=no/such/model | no such folder (paths are relative to HERE)
 sft model.path=lora/checkpoints/step_000003 | python3 ../clone/run.py export lora/checkpoints/step_000003 OUTPUT
-export whole out | whole/weights/v000009 is a model already: serve it, or load it with transformers
 export empty out | empty is neither a checkpoint nor an adapter; name RUN/checkpoints/step_N, or
 sft model.max_length=5 data.limit=9 | shorten them, or raise model.max_length, at most to the model's context
 sft data.source=sharegpt.jsonl | must be {'role': text, 'content': text}, got {'from': 'human', 'value': 'a'}

@@ -47,7 +47,7 @@ def made(folder: Path, kind: str, *, template: str | None = None, **changes: Any
     return str(folder)
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8").split("## `reward_model`")[1]
+PAGE = (Path(__file__).parents[2] / "docs/how-to/judge.md").read_text("utf-8").split("## Score with a reward model")[1]
 SHOWN = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])["rewards"]["functions"]["reward_model"]
 DOCUMENTED = SHOWN | {"device": "cpu", "max_length": None}
 

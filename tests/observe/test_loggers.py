@@ -172,7 +172,7 @@ def test_a_wrong_choice_is_refused_before_the_run(chosen: str, said: str, tmp_pa
 
 
 async def test_the_page_s_logger_of_one_s_own_tells_a_chat_of_each_evaluation(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "observe.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "loggers.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall("```python\n(.*?)```", page, re.DOTALL) if '@logger("chat")' in block]
     (tmp_path / "chat.py").write_text(code)
     load_plugins([str(tmp_path / "chat.py")])

@@ -224,7 +224,7 @@ def test_a_report_of_one_s_own_is_written_when_a_run_has_ended(tmp_path: Path) -
         RunFolder(config_module.load(None, [f"run.dir={tmp_path}/a"])) as folder,
     ):
         for step, reward in enumerate((0.25, 0.75, 0.5)):
-            folder.finish(step, {"reward/total": reward})
+            folder.finish(step, {"reward/mean": reward})
         folder.summary(final_version=3)
     assert (tmp_path / "a" / "highest.txt").read_text() == "step 1"
 

@@ -94,7 +94,7 @@ def test_what_a_layer_does_wrong_is_named(
     architecture.try_small(llama())
     monkeypatch.setattr(architecture, "_tried", {})
     monkeypatch.setattr(kind, "forward", change(kind.forward))
-    with pytest.raises(TrainerError, match=f"^Llama {says}.*docs/architectures.md names the families that can"):
+    with pytest.raises(TrainerError, match=f"^Llama {says}.*docs/reference/models.md names the families that can"):
         architecture.try_small(llama())
 
 

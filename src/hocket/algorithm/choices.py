@@ -1,4 +1,6 @@
-"""Functions that `algorithm.*` chooses by name, built in or your own (docs/algorithms.md).
+"""Functions that `algorithm.*` chooses by name, built in or your own.
+
+docs/how-to/own_algorithm.md has the guide.
 
 Suffixes: g rollouts of a group, n rollouts of a batch, t steps of one rollout (its sampled tokens
 or, with algorithm.credit=turn, its turns), k turns of a batch, bt positions of a micro-batch, which
@@ -152,12 +154,18 @@ def _register(
 
 
 def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Decorate an advantage: a function of rewards, which returns advantages, float64.
+    """Register an advantage (decorator): rewards → advantages, float64.
 
-    A call gets the rewards of a group, of a batch or, per "token", of one rollout's steps. It gets
-    each column in `needs`, which the trainer measures before a step, as NAME_t; and may then return
-    (advantages, returns), the targets of a critic. A file of yours under `plugins`, for
-    `algorithm.advantage={name: above, quantile: 0.9}`:
+    It takes rewards_g; or rewards_n, group_n and parts_n; or rewards_t. Its other arguments are
+    options.
+
+    Args:
+        name: its name in `algorithm.advantage`.
+        per: whose rewards a call gets: of a "group", of a "batch", or per "token" of one rollout.
+        needs: columns that the trainer measures before a step. The function gets each as NAME_t,
+            and may return (advantages, returns), the targets of a critic.
+
+    Example: a plugin file, for `algorithm.advantage={name: above, quantile: 0.9}`.
 
         @advantage("above", per="group")
         def above(rewards_g, quantile: float = 0.5):
@@ -169,20 +177,40 @@ def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[
 
 
 def credit(name: str) -> Callable[[F], F]:
-    """Decorate a credit: it returns the advantages of all turns of a batch, float64 [k].
+    """Register a credit (decorator): it gives all turns of a batch their advantages, [k].
 
-    Of each turn it gets the reward, the number of its episode (owner_k), its place in the episode
-    and the state in which it began; of each episode the reward (totals_n) and the group.
+    For each turn it gets the reward (rewards_k), the number of its episode (owner_k), its place in
+    the episode (place_k) and the state in which it began (state_k). For each episode it gets the
+    reward (totals_n) and the group (group_n). compare(values, groups) computes advantages as
+    `algorithm.advantage` says.
+
+    Args:
+        name: its name in `algorithm.credit`.
+
+    Example: a plugin file. Later turns have a smaller part in the episode's advantage.
+
+        @credit("fading")
+        def fading(totals_n, group_n, owner_k, place_k, compare, keep: float = 0.9):
+            advantages_n = compare(totals_n, group_n)
+            turns = zip(owner_k, place_k)
+            return [advantages_n[owner].item() * keep**place for owner, place in turns]
     """
     offered = ("rewards_k", "owner_k", "place_k", "state_k", "totals_n", "group_n", "compare")
     return _register("credit", offered, name, {})
 
 
 def objective(name: str, *, clips: Clips = "none") -> Callable[[F], F]:
-    """Decorate an objective: the term of each token, [bt], which is maximised.
+    """Register an objective (decorator): the term of each token, [bt], which is maximised.
 
-    Gradients pass through ratio_bt, logprobs_bt and entropy_bt. A file of yours under `plugins`,
-    for `algorithm.objective={name: capped, most: 3}`:
+    It takes ratio_bt, logprobs_bt, entropy_bt, advantages_bt, rollout_logprobs_bt, mask_bt,
+    sample_bt, low and high. Gradients pass through the first three.
+
+    Args:
+        name: its name in `algorithm.objective`.
+        clips: which tokens count as clipped in the metrics: "none"; those whose "ratio" is outside
+            of (low, high); or "pessimistic", those of them whose term becomes smaller by it.
+
+    Example: a plugin file, for `algorithm.objective={name: capped, most: 3}`.
 
         @objective("capped", clips="ratio")
         def capped(ratio_bt, advantages_bt, most: float = 2.0):
@@ -194,26 +222,55 @@ def objective(name: str, *, clips: Clips = "none") -> Callable[[F], F]:
 
 
 def aggregate(name: str) -> Callable[[F], F]:
-    """Decorate an aggregate: the weight of each token in the loss, [bt].
+    """Register an aggregate (decorator): the weight of each token in the loss, [bt].
 
-    mask_bt is float32; num_tokens, num_sequences: over all ranks; longest: rollout.max_tokens.
+    It takes mask_bt (float32), sample_bt, num_tokens and num_sequences (over all ranks), and
+    longest (`rollout.max_tokens`).
+
+    Args:
+        name: its name in `algorithm.aggregate`.
+
+    Example: a plugin file. All tokens of a step count alike.
+
+        @aggregate("alike")
+        def alike(mask_bt, num_tokens):
+            return mask_bt / num_tokens
     """
     offered = ("mask_bt", "sample_bt", "num_tokens", "num_sequences", "longest")
     return _register("aggregate", offered, name, {})
 
 
 def kl(name: str, *, in_loss: bool = True) -> Callable[[F], F]:
-    """Decorate an estimate of the KL per token.
+    """Register an estimate of the KL per token (decorator).
 
-    It takes log_ratio = log policy − log reference and, in the loss, ratio_bt.
+    It takes log_ratio (log policy − log reference) and, in the loss, ratio_bt.
+
+    Args:
+        name: its name in `algorithm.kl`.
+        in_loss: whether its gradient is one of the KL; if not, `algorithm.kl_in=loss` is refused.
+
+    Example: a plugin file with k3 up to a limit.
+
+        @kl("capped_k3")
+        def capped_k3(log_ratio, most: float = 10.0):
+            return k3(log_ratio).clamp(max=most)
     """
     return _register("kl", ("log_ratio", "ratio_bt"), name, {"in_loss": in_loss})
 
 
 def correction(name: str) -> Callable[[F], F]:
-    """Decorate a correction: the weight of each token, [bt].
+    """Register a correction (decorator): the weight of each token, [bt].
 
-    It takes log_importance_bt, the trainer's log-prob minus the engine's.
+    It takes log_importance_bt (the trainer's log-prob minus the engine's), mask_bt and sample_bt.
+
+    Args:
+        name: its name in `algorithm.correction`.
+
+    Example: a plugin file that keeps only tokens with a ratio near 1.
+
+        @correction("near_one")
+        def near_one(log_importance_bt, most: float = 0.1):
+            return (log_importance_bt.abs() < most).float()
     """
     return _register("correction", ("log_importance_bt", "mask_bt", "sample_bt"), name, {})
 

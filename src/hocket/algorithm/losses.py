@@ -2,7 +2,7 @@
 
 Suffixes: b rows, t next-token positions, one fewer than tokens.
 
-Unlike in the papers (docs/algorithms.md), denominators cover the whole optimiser step: all
+Unlike in the papers (docs/explanation/numerics.md), denominators cover the whole step: all
 micro-batches and ranks.
 """
 

@@ -18,25 +18,29 @@ import hocket
 from hocket import config as config_module
 from hocket import launch
 from hocket.commands.command import COMMANDS, DRY_RUN, SETTINGS, Command, Option, command, option
-from hocket.common import shell
+from hocket.common import environment, shell
 from hocket.common.files import make_unused
 from hocket.common.processes import nobody_reads
 from hocket.common.redaction import redacted
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
-from hocket.errors import TRACEBACK, ConfigError, HocketError, program, remedy
+from hocket.errors import (
+    TRACEBACK,
+    ConfigError,
+    HocketError,
+    SetupError,
+    program,
+    remedy,
+)
 from hocket.observe import metrics, rows
 from hocket.trainer import checkpoints
 
-DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command -> config file
+PROJECT = "config.yaml"  # the config of a folder that `new` has made
+DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command -> config where there is no PROJECT
 GPUS_PER_NODE = 8
 WHOLE = (0, 3)  # exit statuses of a run that has taken all its steps; 3 is runs.NO_UPDATE
 # Read as torch is imported. Segments that grow fit micro-batches, whose lengths differ.
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-EPILOG = (
-    "Settings are read from CONFIG (YAML); section.key=value overrides one, "
-    "e.g. trainer.steps=10 run.dir=runs/a."
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         if "settings" in args:
             # argparse gives settings that stand behind an option back as unknown words.
             settings = args.settings + extra_words
-            args.config, args.arguments = read_settings(settings, DEFAULTS.get(args.command))
+            args.config, args.arguments = read_settings(settings, _default_config(args.command))
             if entry.trains:
                 os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
             if entry.checkpoints:
@@ -88,6 +92,11 @@ def main(argv: Sequence[str]) -> int:
         if newest not in (None, args.newest_before):
             print(redacted(f"checkpointed{_how_to_go_on(args)}"), file=sys.stderr)
     return status
+
+
+def _default_config(command: str) -> str | None:
+    """Choose the config of a command that names none."""
+    return PROJECT if Path(PROJECT).is_file() else DEFAULTS.get(command)
 
 
 def _refuse_unknown(
@@ -121,6 +130,11 @@ def _sentence(error: Exception) -> str:
     """Describe an error in one sentence; write the traceback of an unforeseen one to a file."""
     if isinstance(error, HocketError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):  # of a package that only an extra installs?
+        try:
+            environment.require("this command")
+        except SetupError as lack:
+            return str(lack)
 
     # An error of the disk. safetensors raises its own, which name "os error".
     fix = remedy(error)
@@ -148,6 +162,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """
     prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
     parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
+    version = f"hocket {hocket.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     # DeepSpeed's launcher adds this option; the environment has the same number.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -168,13 +184,30 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     """Add a command's options to its parser, which gets the command's docstring, too."""
     entry = COMMANDS.get(name)
     parser.description = parser.description or entry.run.__doc__
-    if SETTINGS in entry.options:
-        parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _epilog(name, entry, parser.prog)
     for names, keywords in entry.options:
         parser.add_argument(*names, **keywords)
     advice = "with an error, show where in the code it arose"
     parser.add_argument("--traceback", action="store_true", help=advice)
     parser.set_defaults(command=name, entry=entry)
+
+
+def _epilog(name: str, entry: Command, prog: str) -> str:
+    """Write what stands below the options of a command's help."""
+    parts = []
+    if entry.examples:
+        lines = "\n".join(f"  {prog} {words}".rstrip() for words in entry.examples)
+        parts.append(f"examples:\n{lines}")
+    if SETTINGS in entry.options:
+        default = DEFAULTS.get(name, "the defaults of all settings")
+        parts.append(
+            f"CONFIG is a YAML file. Without one: {PROJECT} of this folder or, if there is none,\n"
+            f"{default}. section.key=value overrides one setting of it."
+        )
+    if entry.page:
+        parts.append(f"docs: docs/{entry.page}")
+    return "\n\n".join(parts)
 
 
 def _command_of_file(path: str) -> str:
@@ -194,8 +227,15 @@ def _page(name: str, content: Callable[[], str], help: str) -> Option:
     return option(name, dest="page", action="store_const", const=content, help=help)
 
 
-@command("quickstart", SETTINGS, checkpoints=True)
+@command(
+    "quickstart",
+    SETTINGS,
+    checkpoints=True,
+    examples=("", "examples/own_everything/config.yaml trainer.steps=20"),
+    page="tutorials/quickstart.md",
+)
 def _quickstart(args: argparse.Namespace) -> int:
+    environment.require("quickstart")
     # A newcomer types this command again and again: each run gets a folder of its own.
     is_named = any(argument.startswith("run.dir=") for argument in args.arguments)
     if is_named or args.config.checkpoint.resume:
@@ -241,6 +281,11 @@ def _quickstart(args: argparse.Namespace) -> int:
     ),
     option("--submit", action="store_true", help="submit them, too"),
     checkpoints=True,
+    examples=(
+        "--dry-run config/quickstart.yaml",
+        "config/multi_node/math7b.yaml --engine slurm --gpus-per-node 8",
+    ),
+    page="how-to/one_node.md",
 )
 def _launch(args: argparse.Namespace) -> int:
     if args.engine:
@@ -257,24 +302,49 @@ def _launch(args: argparse.Namespace) -> int:
     if args.output or args.submit or args.gpus_per_node != GPUS_PER_NODE:
         options = "--gpus-per-node, --output and --submit"
         raise ConfigError(f"{options} need an --engine: slurm, ray or kubernetes")
+    if not args.dry_run:
+        environment.require("launch")
     return launch.launch(args.config, args.arguments, dry_run=args.dry_run)
 
 
-@command("serve", SETTINGS)
+@command(
+    "serve",
+    SETTINGS,
+    examples=("config/quickstart.yaml", "model.path=runs/quickstart server.port=8001"),
+    page="reference/http_api.md",
+)
 def _serve(args: argparse.Namespace) -> None:
     from hocket.server.main import serve
 
     serve(args.config)
 
 
-@command("train", SETTINGS, DRY_RUN, trains=True)
+@command(
+    "train",
+    SETTINGS,
+    DRY_RUN,
+    trains=True,
+    examples=(
+        "--dry-run config/quickstart.yaml",
+        "config/quickstart.yaml run.dir=runs/short trainer.steps=20",
+    ),
+    page="how-to/one_node.md",
+)
 def _train(args: argparse.Namespace) -> int:
     from hocket.commands.runs import train
 
     return train(args.config, dry_run=args.dry_run)
 
 
-@command("rollout", SETTINGS)
+@command(
+    "rollout",
+    SETTINGS,
+    examples=(
+        "config/quickstart.yaml run.dir=runs/batches trainer.steps=2",
+        "config/quickstart.yaml run.dir=runs/hot rollout.temperature=1.2 trainer.steps=1",
+    ),
+    page="explanation/staleness.md",
+)
 def _rollout(args: argparse.Namespace) -> None:
     from hocket.commands.runs import roll_out
 
@@ -298,6 +368,11 @@ def _rollout(args: argparse.Namespace) -> None:
         "--text", action="store_true", help="send the prompt as plain text, without chat template"
     ),
     option("--json", action="store_true", help="print the server's whole answer"),
+    examples=(
+        "config/quickstart.yaml -p 'Sort: cab'",
+        "config/quickstart.yaml -n 4 --json < prompts.txt",
+    ),
+    page="how-to/use_the_model.md",
 )
 def _generate(args: argparse.Namespace) -> None:
     from hocket.client.server import ServerClient
@@ -349,7 +424,16 @@ def _generate(args: argparse.Namespace) -> None:
             print(completion.text if is_single else f"{prompt}\t{completion.text}")
 
 
-@command("eval", SETTINGS, option("--json", action="store_true", help="print one JSON object"))
+@command(
+    "eval",
+    SETTINGS,
+    option("--json", action="store_true", help="print one JSON object"),
+    examples=(
+        "config/quickstart.yaml model.path=runs/quickstart",
+        "config/quickstart.yaml eval.samples=8 --json",
+    ),
+    page="tutorials/first_model.md",
+)
 def _eval(args: argparse.Namespace) -> None:
     from hocket.commands.runs import evaluate_checkpoint
 
@@ -370,6 +454,8 @@ def _eval(args: argparse.Namespace) -> None:
     _page(
         "--presets", config_module.preset_table, "print the settings of every published algorithm"
     ),
+    examples=("config/quickstart.yaml trainer.steps=20", "--reference"),
+    page="reference/settings.md",
 )
 def _config(args: argparse.Namespace) -> None:
     if args.page:

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Command:
     options: tuple[Option, ...]
     trains: bool  # its process is a rank of a trainer
     checkpoints: bool  # it writes checkpoints into the run folder, from which it can resume
+    examples: tuple[str, ...]  # the words that follow the command's name
+    page: str  # of the documentation
 
 
 # The commands of the extras are imported when one of them is typed.
@@ -32,7 +34,12 @@ COMMANDS: Registry[Command] = Registry("command", **_MODULES)
 
 
 def command(
-    name: str, *options: Option, trains: bool = False, checkpoints: bool = False
+    name: str,
+    *options: Option,
+    trains: bool = False,
+    checkpoints: bool = False,
+    examples: Sequence[str] = (),
+    page: str = "",
 ) -> Callable[[RunCommand], RunCommand]:
     """Register a function as a command (decorator).
 
@@ -40,8 +47,12 @@ def command(
     options, `args.config` is the Config of the settings, and `args.arguments` are their words.
 
     Args:
-        trains: Each process of the command is a rank of a trainer.
-        checkpoints: The command writes checkpoints, from which it can resume. Implied by `trains`.
+        name: what one types.
+        options: made by `option`.
+        trains: each process of the command is a rank of a trainer.
+        checkpoints: the command writes checkpoints, from which it can resume. Implied by `trains`.
+        examples: arguments that the help shows, such as "config/sort.yaml --count 5".
+        page: page of the documentation that the help names.
 
     Example: a file of your own, run by `python3 run.py seeds.py config/sort.yaml`.
 
@@ -54,7 +65,8 @@ def command(
     """
 
     def add(run: RunCommand) -> RunCommand:
-        COMMANDS.register(name)(Command(run, options, trains, checkpoints or trains))
+        entry = Command(run, options, trains, checkpoints or trains, tuple(examples), page)
+        COMMANDS.register(name)(entry)
         return run
 
     return add

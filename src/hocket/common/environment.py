@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from typing import TextIO
 
 from hocket.common import shell
 from hocket.common.files import atomic_folder, write_atomically
-from hocket.common.processes import die_with_parent
+from hocket.common.processes import PARENT_VARIABLE, die_with_parent
 from hocket.errors import SetupError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,6 +35,12 @@ LISTS = {
 }
 SERVER_ALONE = "# The server alone"  # begins the last section of a list
 LAUNCHED = ("train", "sft", "rm", "dpo")  # commands of torchrun's ranks; they need no engine
+ENGINES = ("torch", "vllm", "deepspeed")  # modules that hocket without an extra lacks
+CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"  # of torch without CUDA
+EXTRAS = (
+    f'pip install "hocket[cpu]" {CPU_INDEX}, or on a machine with an NVIDIA GPU: '
+    'pip install "hocket[cuda]"'
+)
 INSTALLING = {"state": "installing"}
 # CUDA version of torch 2.13, and the oldest driver that runs it.
 NEEDED_CUDA, NEEDED_DRIVER = 13, 580
@@ -45,7 +52,7 @@ def prepare(notes: Iterable[str] = ()) -> None:
     Repairs what the shell has set wrongly. Prints the notes, and what was repaired. Raises
     SetupError for what can't be repaired.
     """
-    for note in list(notes) + shell.mend():
+    for note in [*notes, *shell.mend(), *_hide_other_builds()]:
         print(f"hocket: {note}", file=sys.stderr)
     # The threads of tokenizers don't survive the forks of data loading.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -57,6 +64,24 @@ def prepare(notes: Iterable[str] = ()) -> None:
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if sys.prefix != sys.base_prefix and folders[0] != programs:
         os.environ["PATH"] = os.pathsep.join([programs, *folders])
+
+
+def _hide_other_builds() -> list[str]:
+    """Have packages that were built for another torch count as not installed. Returns notes.
+
+    pip takes their CUDA builds where PyTorch's index of CPU builds was not named, and transformers
+    then fails to import its models. Only images need one of them.
+    """
+    torch = version_of("torch") or ""
+    hidden = []
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        version = version_of(name)
+        if torch.endswith("+cpu") and version and not version.endswith("+cpu"):
+            sys.modules[name] = None  # type: ignore[assignment]
+            hidden.append(f"{name} {version}")
+    if not hidden or PARENT_VARIABLE in os.environ:  # the parent has printed it
+        return []
+    return [f"{', '.join(hidden)}: not used, as torch is {torch}, and they are for another build"]
 
 
 def ensure(command: str, *, install: bool = True, update: bool = True) -> None:
@@ -135,14 +160,14 @@ def missing(build: str, command: str) -> list[str]:
 
     Each is written as "name>=1", or "name>=1 (has 0.9)".
     """
-    text = ""
-    # An installation by `pip install .` has no lists: pip has installed what it needs.
-    with contextlib.suppress(FileNotFoundError):
+    if LISTS[build].exists():
         text = LISTS[build].read_text("utf-8")
         if command == "test":
             text += (FOLDER / "dev.txt").read_text("utf-8")
-    if command in LAUNCHED:
-        text = text.partition(SERVER_ALONE)[0]
+        if command in LAUNCHED:
+            text = text.partition(SERVER_ALONE)[0]
+    else:  # pip has installed hocket, with or without the extra of this name
+        text = "\n".join(_of_extra(build))
     lines = re.findall(r"(?m)^\w[^ #\n]*", text)
     try:
         from packaging.requirements import Requirement
@@ -154,6 +179,20 @@ def missing(build: str, command: str) -> list[str]:
         if not has or not requirement.specifier.contains(has, prereleases=True):
             lacks.append(f"{requirement} (has {has})" if has else str(requirement))
     return lacks
+
+
+def require(user: str, modules: Sequence[str] = (), advice: str = EXTRAS) -> None:
+    """Raise SetupError if modules, by default the engines, are missing that `user` needs."""
+    lacks = [name for name in modules or ENGINES if importlib.util.find_spec(name) is None]
+    if lacks:
+        raise SetupError(f"{user} needs {', '.join(lacks)}: {advice}")
+
+
+def _of_extra(name: str) -> list[str]:
+    """List the requirements of an extra of the installed hocket."""
+    listed = importlib.metadata.requires("hocket") if version_of("hocket") else None
+    mark = f'extra == "{name}"'
+    return [line.partition(";")[0].strip() for line in listed or [] if mark in line]
 
 
 def _stay(command: str, users: Sequence[str]) -> None:

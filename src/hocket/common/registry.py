@@ -17,7 +17,8 @@ from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
-from hocket.errors import ConfigError, HocketError
+from hocket.common.files import shipped
+from hocket.errors import ConfigError, HocketError, pip
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -274,7 +275,7 @@ def need(user: str, package: str) -> None:
     """Raise ConfigError if a package is not installed that `user`, such as "env.mcp", needs."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"{user} needs the package {package}: .venv/bin/pip install {package}, or leave it out"
+            f"{user} needs the package {package}: {pip()} install {package}, or leave it out"
         )
 
 
@@ -376,7 +377,7 @@ def load_plugin(path: str) -> ModuleType:
 
     Raises ConfigError for a file that is missing or that raises.
     """
-    file = Path(path).expanduser().resolve()
+    file = Path(shipped(path)).expanduser().resolve()
     if not file.is_file() or file.suffix != ".py":
         raise ConfigError(
             f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}"
@@ -418,8 +419,7 @@ def _import_problem(path: str, file: Path, error: BaseException) -> str:
     cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError):
         cause += (
-            f"; .venv/bin/pip install {error.name}, or, for a file of yours, set PYTHONPATH to its "
-            "folder"
+            f"; {pip()} install {error.name}, or, for a file of yours, set PYTHONPATH to its folder"
         )
     elif isinstance(error, ImportError) and error.name == "hocket":
         cause += "; decorators are in hocket.rewards and hocket.envs"

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hocket.errors import SetupError
+from hocket.errors import SetupError, pip
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # programs read them in lower case, too
@@ -267,7 +267,7 @@ def _unusable(proxy: str) -> str:
     if parts.scheme not in ("socks5", "socks5h"):
         return f"can't be used, as {parts.scheme} is none of http, https and socks5"
     if importlib.util.find_spec("socksio") is None:
-        return "can't be used without the package socksio (.venv/bin/python -m pip install socksio)"
+        return f"can't be used without the package socksio ({pip()} install socksio)"
     return ""
 
 

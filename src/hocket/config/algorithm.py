@@ -1,6 +1,6 @@
 """The settings of the algorithm, and the published algorithms as presets over them.
 
-The formulas are in docs/algorithms.md.
+The formulas are in docs/explanation/numerics.md.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ class AdvantageConfig(Section):
     """The settings from rewards to advantages, and of the updates of a step."""
 
     preset: PresetName | None = None
-    """Published algorithm (algorithms.md); replaces defaults."""
+    """Published algorithm (docs/reference/presets.md); replaces defaults."""
     advantage: Chosen = "mean"
     """How rewards become advantages. `mean`, `leave_one_out`: minus a mean of the group; `none`,
     option discount: the return of each token; `critic`, options discount and gae_lambda: GAE; or
@@ -255,7 +255,7 @@ class CriticConfig(Section):
 
 
 def preset_table() -> str:
-    """Print all presets as Markdown (docs/algorithms.md)."""
+    """Print all presets as Markdown (docs/reference/presets.md)."""
     columns = (
         "advantage",
         "scale",

@@ -14,7 +14,7 @@ import pydantic_core
 import yaml
 from pydantic.fields import FieldInfo
 
-from hocket.common.files import kind_of
+from hocket.common.files import kind_of, shipped
 from hocket.common.registry import Registry, explain
 from hocket.config.sections import Section, UserPath, leaves, markdown_table, put
 from hocket.config.whole import RENAMED, Config
@@ -77,11 +77,11 @@ def load(
     """Read a YAML file, if there is one, apply the overrides, and validate the result.
 
     Args:
-        path: The file; None for the defaults.
-        overrides: Texts like "trainer.steps=10", or a mapping of such keys to values.
+        path: the file; None for the defaults of all settings.
+        overrides: texts like "trainer.steps=10", or a mapping of such keys to values.
 
     Raises:
-        ConfigError: The file can't be read, or a value is refused; one line per fault.
+        ConfigError: the file can't be read, or a value is refused; with a line per fault.
 
     Example:
         >>> load(overrides=["trainer.steps=10"]).trainer.steps
@@ -92,7 +92,7 @@ def load(
     else:
         values_by_key = dict(_read_override(override) for override in overrides)
 
-    values = {} if path is None else _read_file(Path(path))
+    values = {} if path is None else _read_file(Path(shipped(str(path))))
     for key, value in values_by_key.items():
         put(values, key, value)
 
@@ -159,20 +159,28 @@ def to_yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
-_REPEATED = ("eval.data.", "rm.", "dpo.")
-"""Sections whose keys `reference` leaves out, as they are those of data, or of sft."""
+_REPEATED = {"eval.data.": "data.", "rm.": "sft.", "dpo.": "sft."}
+"""Sections whose keys `reference` leaves out where another section has the same ones."""
 
 
 def reference() -> str:
-    """Print all settings as Markdown (docs/configuration.md).
+    """Print all settings as Markdown (docs/reference/settings.md).
 
     The first table has their defaults and meanings, the second their names in other programs.
     """
     rows = []
+    listed = set()
     for key, field in _fields():
-        if field.description and not key.startswith(_REPEATED):
-            meaning = field.description.replace("\n", " ")
-            rows.append((f"`{key}`", f"`{_default(field)}`", meaning))
+        if not field.description:
+            continue
+        row = (f"`{_default(field)}`", field.description.replace("\n", " "))
+        listed.add((key, *row))
+        twins = []
+        for prefix, twin in _REPEATED.items():
+            if key.startswith(prefix):
+                twins.append(key.replace(prefix, twin, 1))
+        if not any((twin, *row) in listed for twin in twins):
+            rows.append((f"`{key}`", *row))
     settings = markdown_table(("key", "default", "what it does"), rows)
     elsewhere = [(key, f"`{names.replace(' ', '`, `')}`") for key, names in _names_elsewhere()]
     return f"{settings}\n\n{markdown_table(('here', 'in TRL, OpenRLHF or verl'), elsewhere)}"

@@ -1,7 +1,7 @@
 """The sections of the run itself, and the types and helpers of all sections.
 
 A section is a frozen pydantic model. The text under a field is its documentation: `run.py config
---reference` prints it, and docs/configuration.md is that table.
+--reference` prints it, and docs/reference/settings.md is that table.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from hocket.common.files import newest_version
+from hocket.common.files import newest_version, shipped
 from hocket.errors import ConfigError
 
 
@@ -145,7 +145,9 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    path: Annotated[UserPath, pydantic.AfterValidator(newest_version)] = "checkpoints/tiny-sort"
+    path: Annotated[
+        UserPath, pydantic.AfterValidator(shipped), pydantic.AfterValidator(newest_version)
+    ] = Field("checkpoints/tiny-sort", validate_default=True)
     """Folder or hub name of a model; of a run: its newest version."""
     dtype: ChosenDtype = "auto"
     """Precision. `auto`: bfloat16 on a GPU, float32 on a CPU."""
@@ -271,7 +273,7 @@ class TrainerConfig(Section):
         """Replace learning_rate=auto by a rate for a model with so many parameters.
 
         It is 1e-6 · (8e9 / parameters)^(2/3). That fits 1e-6 for 7 to 8 billion (arXiv 2402.03300),
-        and what small models take: docs/first_model.md. An adapter takes ten times as much.
+        and what small models take (docs/tutorials/first_model.md). An adapter takes ten times it.
 
         Example: the rate for a model of a billion parameters.
 
@@ -299,7 +301,7 @@ class StageConfig(Section):
 
 
 class PairsConfig(StageConfig, extra="allow"):
-    """Keys of both stages on pairs; others are options of each (stages.md)."""
+    """Keys of both stages on pairs; others are options of each (docs/how-to/sft_dpo.md)."""
 
 
 class BestConfig(Section):
@@ -350,7 +352,7 @@ class ObserveConfig(Section):
     """Steps of trace.json, first..last: what each process did when, for ui.perfetto.dev."""
     loggers: Annotated[tuple[Annotated[LoggerSpec, or_name], ...], or_one] = ()
     """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options
-    (observe.md)."""
+    (docs/how-to/loggers.md)."""
 
     def refuse(self) -> None:
         if self.trace and not self.traced:

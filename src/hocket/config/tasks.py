@@ -43,7 +43,7 @@ class DataConfig(Section):
     otherwise: ClassVar[str] = ""  # what errors about unusable rows advise besides other rows
     source: str = "task:sort"
     """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME, gym:NAME, verifiers:NAME
-    (hubs.md)."""
+    (docs/how-to/hubs.md)."""
     options: dict[str, Any] = Field({})
     """Options of gym:NAME or verifiers:NAME, such as its difficulty: {min_digits: 2}."""
     split: str = "train"
@@ -68,7 +68,8 @@ class DataConfig(Section):
     limit: int | None = Field(None, ge=1)
     """Number of rows used, from the first. Default: all."""
     image_hosts: Names = ()
-    """Hosts from which URLs of images are fetched, in rows and by servers (vision.md)."""
+    """Hosts from which URLs of images are fetched, in rows and by servers
+    (docs/how-to/vision.md)."""
 
     def refuse(self) -> None:
         if not self.kind and self.split != type(self).model_fields["split"].default:
@@ -101,20 +102,19 @@ class CurriculumConfig(Section, extra="allow"):
 
     name: str = "shuffle"
     """Order of prompts: `shuffle`, `sorted` or a plugin's; its options."""
-    # An option of every curriculum (curriculum.md): a prompt is retired once all its rollouts have
-    # solved it this many times in a row; 0: never.
     retire_after: int = Field(0, ge=0)
+    """A prompt is left out once all its rollouts have solved it so many times in a row; 0: never."""
 
 
 class EnvConfig(Section, extra="allow"):
     """Section env: how episodes are played. Other keys are options of the environment."""
 
     name: str = "single_turn"
-    """`single_turn`, `tools`, `agent`, `step` or a plugin's; its options."""
-    # Options of every environment (environments.md): the turns of an episode, or model calls of an
-    # agent, and the seconds that the environment or the agent may take in an episode.
+    """`single_turn`, `tools`, `agent`, `step`, `openenv`, `verifiers` or a plugin's; its options."""
     max_turns: int = Field(16, ge=1)
+    """Turns of an episode, or model calls of an agent."""
     timeout_s: float = Field(60.0, gt=0, le=86_400)
+    """Seconds that the environment or the agent may take in an episode."""
     history: str = "keep"
     """Treatment of history that outgrows model.max_length: `keep` ends the episode, `drop_oldest`,
     or a plugin's."""
@@ -147,7 +147,7 @@ class RewardsConfig(Section):
     """Section rewards: what scores a rollout."""
 
     functions: dict[str, RewardSpec] = Field({"exact_match": RewardSpec()}, min_length=1)
-    """{NAME: weight} or {NAME: {weight: 1, argument: ...}} (rewards.md)."""
+    """{NAME: weight} or {NAME: {weight: 1, argument: ...}} (docs/how-to/rewards.md)."""
     timeout_s: float = Field(30.0, gt=0)
     """Seconds per reward and rollout."""
     max_error_rate: float = Field(0.5, ge=0, le=1)
@@ -282,7 +282,7 @@ class TrainingDataConfig(DataConfig):
 
     sources: tuple[Annotated[SourceConfig, or_source], ...] = ()
     """Several sources, drawn by weight, in place of `source`: [{source, weight, rewards, env, ...}]
-    (mixtures.md)."""
+    (docs/how-to/mixtures.md)."""
     exclude_overlap: bool = False
     """Training prompts that are held-out ones, too, are left out."""
 

@@ -1,4 +1,4 @@
-"""Choose the prompts of an epoch and their order (docs/curriculum.md).
+"""Choose the prompts of an epoch and their order (docs/how-to/curriculum.md).
 
 The same state makes the same plan: a resumed run plans its epoch again.
 """
@@ -55,9 +55,9 @@ class Candidates:
     """The prompts from which an epoch is planned, by index in `prompts`."""
 
     epoch: int  # counts from 0
-    prompts: Prompts
+    prompts: Prompts  # all prompts of the source
     members: Sequence[int]  # the prompts that are not retired, shuffled by (seed, epoch)
-    measured: PassRates
+    measured: PassRates  # `measured.rates` has the latest pass rate of each prompt, or None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +70,19 @@ class EpochPlan:
 
 
 class Curriculum:
-    """Plans each epoch. Subclasses implement `plan`, and what else they need.
+    """Plans each epoch. Subclasses implement `plan`, and other methods that they need.
+
+    The arguments of its constructor are options, which the section `curriculum` sets.
 
     Example: short prompts first, which `curriculum.name: shortest` then chooses.
 
-    >>> @curriculum("shortest")
-    ... class Shortest(Curriculum):
-    ...     uses_pass_rates = False
-    ...
-    ...     def plan(self, candidates):
-    ...         prompts = candidates.prompts
-    ...         order = sorted(candidates.members, key=lambda index: len(prompts[index].token_ids))
-    ...         return EpochPlan(order=order)
+        >>> @curriculum("shortest")
+        ... class Shortest(Curriculum):
+        ...     uses_pass_rates = False
+        ...
+        ...     def plan(self, candidates):
+        ...         lengths = [len(prompt.token_ids) for prompt in candidates.prompts]
+        ...         return EpochPlan(order=sorted(candidates.members, key=lengths.__getitem__))
     """
 
     uses_pass_rates = True  # False: no pass rates are kept, unless prompts are retired
@@ -98,15 +99,20 @@ class Curriculum:
         """Receive the pass rate of a played prompt."""
 
     def state(self) -> dict[str, Any]:
-        """Return the curriculum's memory, for JSON."""
+        """Return what the curriculum remembers, as JSON; checkpoints have it."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state."""
+        """Go back to what `state` has returned."""
 
 
 CURRICULA: Registry[type[Curriculum]] = Registry("curriculum")
-curriculum = CURRICULA.register  # decorator: @curriculum("name") on a class
+curriculum = CURRICULA.register
+"""Register a subclass of Curriculum (decorator), which has an example.
+
+Args:
+    name: its name in `curriculum.name`.
+"""
 
 
 @curriculum("shuffle")

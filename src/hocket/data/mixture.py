@@ -1,4 +1,4 @@
-"""Draw prompts from several sources by weight (docs/mixtures.md); find prompts that repeat.
+"""Draw prompts from several sources by weight (docs/how-to/mixtures.md); find prompts that repeat.
 
 The number of a draw alone decides its source, so that a resumed run draws the same, whatever was
 retired.

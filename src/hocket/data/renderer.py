@@ -60,17 +60,19 @@ def _for_template(message: Message) -> Message:
 
 RENDERERS: Registry[Callable[..., "Renderer"]] = Registry("renderer", vision="hocket.data.vision")
 renderer = RENDERERS.register
-"""Decorator of a subclass of Renderer, which `data.renderer` then names.
+"""Register a subclass of Renderer (decorator); `data.renderer` names it.
 
-The class is called with (data, tokenizer, tools) and its options.
+The class is called with (data, tokenizer, tools) and its options. It writes a chat as the text that
+the model reads.
 
-Example: a plugin that writes turns as a base model may know them from forums.
+Args:
+    name: its name in `data.renderer`.
+
+Example: a plugin file that writes turns as a base model may know them from forums.
 
     @renderer("forum")
     class Forum(PlainText):
-        def __init__(
-            self, data: DataConfig, tokenizer: Any, tools: ToolSchemas, *, sign: str = "###"
-        ) -> None:
+        def __init__(self, data, tokenizer, tools, *, sign: str = "###") -> None:
             self._sign = sign
             super().__init__(data, tokenizer, tools)
 

@@ -10,25 +10,51 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hocket.common.files import sha256_of
+from hocket.common.files import sha256_of, shipped
 from hocket.common.registry import Registry
 from hocket.common.shell import hub_variables
 from hocket.config import DataConfig
 from hocket.data.columns import parsed
 from hocket.errors import DataError
 
-# (split, seed) → endless rows with the columns prompt, answer and response
 TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry(
     "task", shapes="hocket.data.shapes", shapes_seen="hocket.data.shapes"
 )
+"""Register a function that yields the endless rows of a task: `data.source=task:NAME`.
+
+It is called with the split and the seed. The rows have the columns prompt and answer, and response
+for `sft`.
+
+Args:
+    name: what stands behind the colon in `data.source`.
+
+Example: a plugin file with a task of sums.
+
+    import random
+
+    from hocket.data.sources import TASKS
+
+
+    @TASKS.register("small_sums")
+    def small_sums(split: str, seed: int):
+        rng = random.Random(f"{split}:{seed}")
+        while True:
+            a, b = rng.randint(0, 9), rng.randint(0, 9)
+            yield {"prompt": f"{a} + {b} =", "answer": str(a + b)}
+"""
 
 SOURCES: Registry[Callable[[DataConfig], Iterator[Mapping[str, Any]]]] = Registry(
     "source", gym="hocket.extras.gym.rows", verifiers="hocket.extras.verifiers.rows"
 )
 source = SOURCES.register
-"""Decorator of a function that yields the rows of `data.source=NAME:...`: DataConfig → columns.
+"""Register a function that yields the rows of `data.source=NAME:...` (decorator).
 
-Example: a plugin whose `data.source=numbers:7` has seven rows.
+It is called with the section `data`. Each row is a mapping of columns.
+
+Args:
+    name: what stands before the colon in `data.source`.
+
+Example: a plugin file whose `data.source=numbers:7` has seven rows.
 
     @source("numbers")
     def numbers(data: DataConfig) -> Iterator[dict[str, str]]:
@@ -57,7 +83,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
         rows_of = SOURCES.get(data.kind, f"{data.section}.source={data.source}: ")
         rows: NumberedRows = enumerate(rows_of(data))
     else:
-        path = Path(data.source).expanduser()
+        path = Path(shipped(data.source)).expanduser()
         place = str(path)
         rows = _file_rows(path, data)
     limited = itertools.islice(rows, data.limit)
@@ -88,7 +114,7 @@ def content_key(data: DataConfig, *, has_images: bool) -> str | None:
     if data.kind == "hf":
         dataset = _hugging_face(data)
         return str(dataset._fingerprint) if dataset.data.nbytes > small else None
-    path = Path(data.source).expanduser()
+    path = Path(shipped(data.source)).expanduser()
     if path.is_file() and path.stat().st_size > small:
         return sha256_of(path)
     return None

@@ -1,4 +1,6 @@
-"""Read the images of rows and messages, and put each one's tokens in its place (docs/vision.md).
+"""Read the images of rows and messages, and put each one's tokens in its place.
+
+docs/how-to/vision.md has the guide.
 
 A row has images in a column, as in TRL and `datasets`, or in parts of its messages, as in OpenAI's
 API.

@@ -1,6 +1,6 @@
 """Define environments: classes with a name, of which every episode gets an instance.
 
-docs/environments.md has the guide.
+docs/how-to/environments.md has the guide.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ class Action:
     # The text without the token or stop string that ended it. After an observation that goes on
     # without a text, it is the text since the turn began.
     text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
+    token_ids: tuple[int, ...]  # sampled tokens of the turn
+    finish_reason: FinishReason  # "stop", or "length" if a limit cut it off
     tool_calls: tuple[ToolCall, ...] = ()  # calls in the text, if the environment has a toolbox
 
 
@@ -48,10 +48,11 @@ class Observation:
 
     # Messages since the model's turn; the chat template renders them.
     messages: Annotated[Sequence[Message], BeforeValidator(_encodable)] = ()
-    # A text that the model reads as it is, in place of messages.
+    # A text that the model reads as it is, instead of messages.
     text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""
-    # Limits of the next turn; None takes rollout.max_tokens and rollout.stop.
+    # Most tokens of the next turn; None: rollout.max_tokens.
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    # Texts that end the next turn; None: rollout.stop.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     # The model's turn is not over: `text` counts as written by the model.
     goes_on: bool = False
@@ -71,7 +72,7 @@ class Observation:
 class Step(Observation):
     """The environment's answer to an action."""
 
-    reward: StrictFloat | StrictBool = 0.0
+    reward: StrictFloat | StrictBool = 0.0  # for this turn; the sum is the reward `env`
     done: bool = False  # the episode is over
 
 
@@ -79,7 +80,9 @@ E = TypeVar("E", bound="Environment")
 
 
 class Environment:
-    """One episode; what the instance holds is the episode's state.
+    """An environment of several turns; each episode gets an instance.
+
+    The arguments of its constructor are options, which the section `env` sets.
 
     Example: a plugin file. The model guesses a number within five turns.
 
@@ -114,10 +117,10 @@ class Environment:
     metrics: Mapping[str, float] = {}  # measures of this episode; `env/NAME` is their mean
 
     def player(self, **parts: Any) -> Callable[..., Awaitable[Any]] | None:
-        """Make a function that plays whole episodes: called with (prompt, slot), returns a Rollout.
+        """Make a function that plays whole episodes: (prompt, slot) → Rollout.
 
-        None, the default, has `step` play them turn by turn. `parts` is what rollout/players.py
-        passes: pool, limits, decode and budget.
+        By default it returns None, and `step` plays them turn by turn. `parts` is what
+        rollout/players.py passes: pool, limits, decode and budget.
         """
         return None
 
@@ -150,7 +153,11 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
 def environment(name: str) -> Callable[[type[E]], type[E]]:
     """Register a subclass of Environment as `name` (decorator).
 
-    Raises ConfigError for anything else, and for a class that has no way to play an episode.
+    Environment has an example. Raises ConfigError for anything else, and for a class that can't
+    play an episode.
+
+    Args:
+        name: its name in `env.name`.
     """
     register = ENVIRONMENTS.register(name)
 
@@ -210,7 +217,24 @@ History = Callable[[Sequence[Message], Sequence[Message]], Awaitable[Any]]
 """Shortens a dialogue. Called with the messages that the episode began with and with those since;
 returns fewer or shorter messages in place of the latter."""
 HISTORIES: Registry[History] = Registry("history")
-history = HISTORIES.register  # decorator: @history("name")
+history = HISTORIES.register
+"""Register an async function that shortens dialogues (decorator); `env.history` names it.
+
+It is called with the messages that the episode began with, and with the messages since. It returns
+fewer or shorter messages instead of the latter.
+
+Args:
+    name: its name in `env.history`.
+
+Example: a plugin file that keeps only the last two messages.
+
+    from hocket.envs import history
+
+
+    @history("last_two")
+    async def last_two(prompt, dialogue):
+        return dialogue[-2:]
+"""
 
 
 @history("drop_oldest")

@@ -62,6 +62,8 @@ def packages() -> Iterator[Finding]:
     yield Finding("build", f"{build}: {have}")
     if lacks := environment.missing(build, "serve"):
         fix = "packages are missing: run `python3 run.py install` with a network"
+        if program() == "hocket":
+            fix = f"packages are missing: {environment.EXTRAS}"
         yield Finding("", f"missing: {', '.join(lacks)}", False, fix)
 
 
@@ -127,6 +129,6 @@ def resources() -> Iterator[Finding]:
     yield Finding("disk", f"{disk:.1f} GB free in {Path.cwd()}", disk >= NEEDED_GB, fix)
 
 
-@command("doctor")
+@command("doctor", examples=("", "> doctor.txt"), page="how-to/install.md")
 def doctor(args: argparse.Namespace) -> int:
     return run()

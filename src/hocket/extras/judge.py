@@ -1,4 +1,4 @@
-"""Have language models score the answers to a prompt, or rank them (docs/rewards.md)."""
+"""Have language models score the answers to a prompt, or rank them (docs/how-to/judge.md)."""
 
 import asyncio
 import contextlib

@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hocket.config import TrainerConfig
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, pip
 from hocket.trainer.choices import Kernels, kernels
 
 MAX_VARIANTS = 64  # of a compiled layer, which differ by gradients, adapters, and sizes such as 1
@@ -44,7 +44,7 @@ class Liger(Kernels):
         try:
             liger: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
         except ImportError as error:
-            advice = ".venv/bin/python -m pip install liger-kernel, or set eager"
+            advice = f"{pip()} install liger-kernel, or set eager"
             raise ConfigError(
                 f"trainer.kernels=liger needs the package liger-kernel ({error}): {advice}"
             ) from error

@@ -1,5 +1,6 @@
-"""Count the outcome of every prompt of each epoch, from ledger.jsonl (docs/curriculum.md) and the
-state of the stream.
+"""Count the outcome of every prompt of each epoch, from ledger.jsonl and the stream's state.
+
+docs/how-to/curriculum.md shows the report.
 
     {"step": 0, "num_prompts": 2048}    the first line
     {"step": 9, "epoch": 1, "prompt": ID, "state": "skipped", "why": ...}    or "retired"
@@ -165,7 +166,12 @@ def _problem(num: int, problem: str, ids: Iterable[str]) -> str:
     return f"{num} prompts are {problem}: {', '.join(shown)}"
 
 
-@command("ledger", option("RUN", type=Path))
+@command(
+    "ledger",
+    option("RUN", type=Path, help="folder of the run"),
+    examples=("runs/quickstart", "runs/quickstart | head"),
+    page="how-to/curriculum.md",
+)
 def report(args: argparse.Namespace) -> int:
     """Print the accounts of a run; return 1 if there is a problem."""
     from hocket.observe.rows import read_ledger, reading

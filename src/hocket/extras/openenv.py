@@ -1,4 +1,4 @@
-"""Roll out episodes with the environment of an OpenEnv server (docs/hubs.md)."""
+"""Roll out episodes with the environment of an OpenEnv server (docs/how-to/hubs.md)."""
 
 import json
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
 """Score completions with a reward model: a sequence classifier of transformers
-(docs/rewards.md)."""
+(docs/how-to/judge.md)."""
 
 import asyncio
 import dataclasses

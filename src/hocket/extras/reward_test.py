@@ -34,6 +34,11 @@ SAMPLES = (
         metavar="REWARD",
         help="compare the total with this reward: ranks, and order of pairs",
     ),
+    examples=(
+        "config/quickstart.yaml --samples runs/quickstart/rollouts/step_000001.jsonl",
+        "config/quickstart.yaml --samples hand.jsonl --against exact_match",
+    ),
+    page="how-to/rewards.md",
 )
 def _reward_test(args: argparse.Namespace) -> int:
     return score_samples(args.config, args.samples, args.against)

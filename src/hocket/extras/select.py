@@ -199,7 +199,7 @@ def _write(
 
 @command(
     "select",
-    option("RUN", type=Path),
+    option("RUN", type=Path, help="folder of the run"),
     option(
         "OUTPUT",
         type=Path,
@@ -211,6 +211,8 @@ def _write(
     ),
     option("--min-reward", type=float, help="lowest reward; default: the mean of the run"),
     option("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)"),
+    examples=("runs/quickstart --per-prompt 2", "runs/quickstart pairs.jsonl --pairs"),
+    page="how-to/sft_dpo.md",
 )
 def select_rows(args: argparse.Namespace) -> None:
     """Write rows that are chosen from a run."""

@@ -37,7 +37,10 @@ Table = list[list[Any]]
 
 
 class Logger(Protocol):
-    """Passes a run on. It may block and raise. Further arguments of its constructor are options."""
+    """Passes a run on to a program for people. Further arguments of its constructor are options.
+
+    It works in a thread of its own, and may block and raise.
+    """
 
     package: ClassVar[str]  # the package that it needs
     where: str  # where people find what it has logged
@@ -70,6 +73,37 @@ LOGGERS: Registry[Callable[..., Logger]] = Registry(
     mlflow="hocket.extras.loggers.mlflow",
 )
 logger = LOGGERS.register
+"""Register a class as a logger (decorator); `observe.loggers` names it.
+
+Args:
+    name: its name in `observe.loggers`.
+
+Example: a plugin file whose logger writes a line per step to a file, for
+`observe.loggers=[{name: lines, file: steps.txt}]`.
+
+    from pathlib import Path
+
+    from hocket.observe.loggers import logger
+
+
+    @logger("lines")
+    class Lines:
+        package = "json"
+
+        def __init__(self, *, run_dir: Path, run_id: str, config, file: str = "steps.txt"):
+            self.path = run_dir / file
+            self.where = str(self.path)
+
+        def metrics(self, step: int, metrics) -> None:
+            with self.path.open("a") as lines:
+                lines.write(f"{step} {metrics.get('reward/mean')}\\n")
+
+        def table(self, step: int, name: str, rows) -> None: ...
+
+        def summary(self, values) -> None: ...
+
+        def close(self, *, failed: bool) -> None: ...
+"""
 Say = Callable[[str], None]
 
 

@@ -1,4 +1,4 @@
-"""Define every metric once, for console, report and docs/metrics.md, and compute those of a step."""
+"""Define every metric once, for console, report and docs, and compute those of a step."""
 
 import math
 import statistics
@@ -22,8 +22,8 @@ MIN_ENTROPY = 0.2
 class Metric(NamedTuple):
     """A metric that runs report, and what is healthy for it."""
 
-    name: str
-    meaning: str
+    name: str  # as in metrics.jsonl; NAME stands for any word
+    meaning: str  # for the docs and the page of a run
     low: float | None = None  # lowest healthy value
     high: float | None = None  # highest healthy value
     advice: str = ""  # what to do about an unhealthy value
@@ -45,8 +45,8 @@ METRICS = (
            high=0.05, advice="read `error` in rollouts/*.jsonl"),
     Metric("rollout/zero_variance", "share of groups with equal rewards; not trained if the baseline is the group's"),
     Metric("rollout/without_signal", "share of sampled tokens in groups that train nothing, mostly of equal rewards",
-           high=0.5, advice="prompts too easy: the task is learned, take harder ones; too hard: easier ones (docs/"
-           "curriculum.md), a reward with steps between, or larger groups"),
+           high=0.5, advice="prompts too easy: the task is learned, take harder ones; too hard: easier ones "
+           "(docs/how-to/curriculum.md), a reward with steps between, or larger groups"),
     Metric("rollout/no_pass_rate", "curriculum by pass rates, retire_after: share of rates below 0 or above 1",
            high=0, advice="set eval.reward to one that returns 0 to 1 (weight 0 will do)"),
     Metric("rollout/overlong_penalty", "algorithm.overlong_share: mean penalty of length, subtracted from rewards"),
@@ -162,9 +162,12 @@ METRIC_TABLES: Registry[Sequence[Metric]] = Registry(
 metric_table = METRIC_TABLES.register
 """Register the metrics that an optional module or a plugin reports: metric_table(NAME)(METRICS).
 
-They have alarms and a line in docs and page, as those above.
+They get alarms, and a line on the page of a run.
 
-Example: a plugin that defines what is healthy for a number that its environment measures.
+Args:
+    name: name of the table.
+
+Example: a plugin file that defines what is healthy for a number that its environment measures.
 
     metric_table("moves")((Metric("env/moves", "moves of a game", high=40, advice="the policy moves in circles"),))
 """
@@ -428,7 +431,7 @@ def _sentence(metric: Metric, value: float, bound: str) -> str:
 
 
 def reference() -> str:
-    """Write the table of all metrics, for docs/metrics.md."""
+    """Write the table of all metrics, for docs/reference/metrics.md."""
     rows = []
     for metric in known_metrics():
         healthy = []

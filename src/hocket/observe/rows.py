@@ -205,7 +205,18 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(run_dir: Path) -> list[MetricsRow]:
-    """Read metrics.jsonl. Raises DataError as `read_lines`."""
+    """Read the metrics of a run: a dict per step, of step 0 first.
+
+    A metric that was not finite is None. Raises DataError for a damaged file.
+
+    Example:
+
+        from pathlib import Path
+
+        from hocket.observe.rows import read_metrics
+
+        rewards = [step.get("reward/mean") for step in read_metrics(Path("runs/quickstart"))]
+    """
     return read_lines(run_dir / METRICS)
 
 
@@ -215,14 +226,26 @@ def read_ledger(run_dir: Path) -> list[LedgerRow]:
 
 
 def read_rollouts(path: Path) -> list[RolloutRow]:
-    """Read a file of rollouts. Raises DataError as `read_lines`."""
+    """Read a file of a run's folder `rollouts`: a dict per rollout.
+
+    Raises DataError for a damaged file.
+
+    Example: the texts of the first step.
+
+        from pathlib import Path
+
+        from hocket.observe.rows import read_rollouts
+
+        path = Path("runs/quickstart/rollouts/step_000001.jsonl")
+        texts = [row["completion"] for row in read_rollouts(path)]
+    """
     return read_lines(path)
 
 
 def read_summary(run_dir: Path) -> Summary:
-    """Read summary.json.
+    """Read summary.json, which a run writes at its end.
 
-    Raises FileNotFoundError before the run has ended, DataError for a damaged file.
+    Raises FileNotFoundError before the end of the run, and DataError for a damaged file.
     """
     path = run_dir / SUMMARY
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -400,7 +423,7 @@ def _sequence(row: SequenceRow, folder: Path | None) -> TokenSequence:
 
 
 def reference() -> str:
-    """Write the tables of the keys in a run's files, for docs/files.md."""
+    """Write the tables of the keys in a run's files, for docs/reference/run_folder.md."""
     parts = []
     for files, kinds in ROWS.items():
         parts.append(f"## {files}")

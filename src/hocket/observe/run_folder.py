@@ -48,14 +48,19 @@ from hocket.types import Group
 COPIES = "plugins"  # folder of the copies of plugin files
 REPORTS: Registry[Callable[[Path], None]] = Registry("report", page="hocket.extras.page.page")
 report = REPORTS.register
-"""Register a function that writes a report into the run folder, once the run has ended or failed (decorator).
+"""Register a function that writes a report into the run folder (decorator).
 
-Example: a plugin that writes which step had the highest reward.
+It is called with the folder once the run has ended or failed.
+
+Args:
+    name: its name; no setting names it.
+
+Example: a plugin file that writes which step had the highest reward.
 
     @report("highest")
     def write(folder: Path) -> None:
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        highest = max(steps, key=lambda step: step.get("reward/total") or 0.0)
+        highest = max(steps, key=lambda step: step.get("reward/mean") or 0.0)
         (folder / "highest.txt").write_text(f"step {highest['step']}")
 """
 

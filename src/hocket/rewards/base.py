@@ -1,4 +1,4 @@
-"""Register rewards, and bind them to their section of the config (docs/rewards.md).
+"""Register rewards, and bind them to their section of the config (docs/how-to/rewards.md).
 
 A reward names the arguments that it wants. The tables below say which of them the rollouts provide;
 all other arguments are options that the user sets in the reward's section.
@@ -86,9 +86,29 @@ _ROW_ADVICE = "; the row's answer is the argument answer, its other columns are 
 
 
 class RetryError(Exception):
-    """Raised by an async reward whose call may be repeated.
+    """An error that an async reward raises to have its call repeated.
 
-    `retry_after` is the wait in seconds; None means exponential back-off.
+    The key `retries` of the reward says how often.
+
+    Args:
+        message: what went wrong.
+        retry_after: seconds to wait; None for exponential back-off.
+
+    Example: a reward that waits as long as a busy service asks for.
+
+        import httpx
+
+        from hocket.rewards import RetryError, reward
+
+        client = httpx.AsyncClient()
+
+
+        @reward("remote")
+        async def remote(completion: str, url: str) -> float:
+            answer = await client.post(url, json={"text": completion})
+            if answer.status_code == 429:
+                raise RetryError("busy", float(answer.headers["Retry-After"]))
+            return answer.json()["score"]
     """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
@@ -189,6 +209,16 @@ def reward(
 ) -> Callable[[F], F]:
     """Register a function, or a class with `__call__`, as the reward `name` (decorator).
 
+    A plain reward is called in a worker process, an async one in the event loop. An async reward
+    that raises RewardError ends the run.
+
+    Args:
+        name: its name in `rewards.functions`.
+        inline: call it in the trainer's process and thread, without a deadline.
+        imports: packages that a worker loads first.
+        own_deadline: an async reward ends its late calls itself.
+        check: a function that gets the options, and raises where this machine can't run them.
+
     Example: a plugin file whose reward has the option `letter`.
 
         from hocket.rewards import reward
@@ -197,12 +227,6 @@ def reward(
         @reward("letter_share")
         def letter_share(completion: str, letter: str = "e") -> float:
             return completion.count(letter) / max(len(completion), 1)
-
-    An async function is called in the event loop, any other one in a worker process, unless
-    `inline` has it called in this process and thread, without a deadline. `imports` names packages
-    that a worker loads first. With `own_deadline` an async reward ends its late calls itself.
-    `check` gets the options and refuses those that this machine can't run. An async reward that
-    raises RewardError ends the run.
     """
     register = REWARDS.register(name)
 

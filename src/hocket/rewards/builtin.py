@@ -1,4 +1,4 @@
-"""The rewards that ship with hocket and need no service (docs/rewards.md)."""
+"""The rewards that ship with hocket and need no service (docs/reference/rewards.md)."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Call rewards in worker processes, because a thread that hangs can't be ended (docs/security.md).
+"""Call rewards in worker processes, because a thread that hangs can't be ended.
 
 A worker process has two pipes. Requests go in: pickles of (function, size, of_group), where the
 call of the function gives `size` scores. Answers come out as JSON, the list of the scores, so that

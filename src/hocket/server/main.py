@@ -51,8 +51,13 @@ HTTP_PARTS: Registry[Callable[["uvicorn.Config"], None]] = Registry(
     public="hocket.extras.public",
 )
 http_part = HTTP_PARTS.register
-"""Decorator of a function that changes uvicorn's settings before a server listens. It is called for
-every HTTP server of hocket: also for the reward server (serve-reward) and the page of a run.
+"""Register a function that changes uvicorn's settings before a server listens (decorator).
+
+It is called for every HTTP server of hocket, also for the reward server (serve-reward) and the page
+of a run.
+
+Args:
+    name: its name; no setting names it.
 
 Example: a file under `server.plugins` that bounds the requests that are answered at once.
 

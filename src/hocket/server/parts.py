@@ -28,8 +28,8 @@ CLIENT_PATHS = re.compile(r"(/sessions/[^/]+)?/(v1/.*|(de)?tokenize)")
 class Server:
     """The server that a part is installed in."""
 
-    app: FastAPI
-    engine: Engine
+    app: FastAPI  # routes are added to it
+    engine: Engine  # the generation engine; `engine.model` is the path of its model
     guard: Guard  # checks the token in front of all routes; parts add their checks of bodies
     arguments: Namespace  # the arguments of vLLM's engine
     image_hosts: Collection[str]  # the hosts from which images are fetched by URL
@@ -55,7 +55,10 @@ PARTS: Registry[Callable[[Server], None]] = Registry(
     agents="hocket.extras.agents.sessions",
 )
 server_part = PARTS.register
-"""Decorator of a function that installs a part in the server, before it takes requests.
+"""Register a function that installs a part in the server, before it takes requests (decorator).
+
+Args:
+    name: its name; no setting names it, as each file under `server.plugins` is installed.
 
 Example: a file under `server.plugins` whose route tells which model is served.
 

@@ -32,7 +32,7 @@ class Delivery(NamedTuple):
 
 
 class Transport(Protocol):
-    """A way to get weight versions to the servers. `transport` below has an example of use."""
+    """A way to get weight versions to the servers."""
 
     async def deliver(
         self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
@@ -60,13 +60,15 @@ TRANSPORTS: Registry[Callable[[Sending], Transport]] = Registry(
     "transport", disk="hocket.sync.disk", nccl="hocket.sync.nccl", delta="hocket.extras.delta.write"
 )
 transport = TRANSPORTS.register
-"""Decorator of a function that makes a transport. `sync.backend` then names the function, and
-has its other arguments as options.
+"""Register a function that makes a transport (decorator); `sync.backend` names it.
 
-Where servers get anything but a whole version in a folder, a part of the server adds the function
-that finds it, as `server.engine.sources[KIND]` (hocket.server.parts).
+Its other arguments are options. If servers get anything but a whole version in a folder, a part of
+the server must add the function that finds it, as `server.engine.sources[KIND]`.
 
-Example: a plugin that prints how long each version takes.
+Args:
+    name: its name in `sync.backend`.
+
+Example: a plugin file that prints how long each version takes.
 
     @transport("timed")
     def timed(sending: Sending, *, unit: str = "s") -> Transport:
@@ -79,7 +81,11 @@ Example: a plugin that prints how long each version takes.
             self._say = say
 
         async def deliver(
-            self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
+            self,
+            version: int,
+            servers: Sequence[ServerClient],
+            *,
+            compare: bool = False,
         ) -> Delivery:
             start = time.perf_counter()
             delivery = await self._way.deliver(version, servers, compare=compare)

@@ -34,7 +34,7 @@ SHARED = 8  # the prefix that the first and third sequences share
 FIRST = 11  # the first sequence behind the prefix
 SECOND = 13  # the whole second sequence
 THIRD = 9  # the third sequence behind the prefix
-# Largest difference in float32, relative to the largest number. docs/architectures.md has how far
+# Largest difference in float32, relative to the largest number. docs/reference/models.md has how far
 # rounding goes; architectures that compute something else differ by more than .01.
 TOLERANCE = 1e-3
 # How far later tokens may move a token's numbers: an expert's products round by how many it gets.

@@ -24,7 +24,7 @@ from hocket.trainer import grouped_attention
 from hocket.trainer.grouped_attention import Reach, SegmentGroup, SegmentGroups, attend_in_groups
 
 NAME = "hocket_segments"
-ADVICE = "it can't be trained here: docs/architectures.md names the families that can"
+ADVICE = "it can't be trained here: docs/reference/models.md names the families that can"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,9 +106,15 @@ COLUMNS: Registry[Callable[[Config], Auxiliary | None]] = Registry(
     values="hocket.trainer.critic",
 )
 column = COLUMNS.register
-"""Decorator of a function that makes the Auxiliary of a column, or None if the config needs none.
+"""Register a function that makes the Auxiliary of a column (decorator), or None if none needs it.
 
-Example: a plugin whose advantage grows with the policy's entropy before the step.
+A column has a number per token, which the trainer measures before a step, for an advantage that
+lists it in `needs`.
+
+Args:
+    name: name of the column.
+
+Example: a plugin file whose advantage grows with the policy's entropy before the step.
 
     @column("entropies")
     def entropies(config: Config) -> Auxiliary | None:

@@ -35,6 +35,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.data.template import end_of_turn
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import AdapterConfig, model_files
+from hocket.protocol.manifest import COMPLETE_FILE, MANIFEST_FILE
 
 # Parts of a model by the names that transformers gives their modules. The projector comes first, as
 # it may be a module of the vision tower.
@@ -137,14 +138,16 @@ class Weights:
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
-        """Write a whole model from a folder of published weights.
+        """Write a whole model from a folder of published weights, here by a copy.
 
         Args:
             folder: the published weights.
             output: the folder to write.
             base: the path of the model before training, if the folder's config has another.
         """
-        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers")
+        with atomic_folder(output) as partial:
+            own = shutil.ignore_patterns(MANIFEST_FILE, COMPLETE_FILE)
+            shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=own)
 
 
 WEIGHTS: Registry[type[Weights]] = Registry("kind of weights", adapter="hocket.trainer.lora")

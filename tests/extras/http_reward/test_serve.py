@@ -21,7 +21,6 @@ import pytest
 import yaml
 from tests.commands.test_mixture import config as mixture
 
-from hocket import config
 from hocket.commands.cli import main
 from hocket.errors import ConfigError
 from hocket.extras.http_reward.serve import serve
@@ -29,8 +28,9 @@ from support.episodes import Scorers, make_rollout
 from support.processes import free_port
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").split("### On another GPU or machine")[1]
-SERVES, ASKS = (shlex.split(line) for line in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)[0].strip().splitlines())
+PAGE = (ROOT / "docs/how-to/reward_service.md").read_text(encoding="utf-8").split("## Serve from another machine")[1]
+SERVES, ASKS = (shlex.split(block) for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[:2])
+REMOTE = re.findall(rf"```yaml\n# {re.escape(ASKS[4])}\n(.*?)```", PAGE, re.DOTALL)[0]
 TOKEN = SERVES[0].partition("=")[2]
 PLUGIN = """
 from hocket.errors import RewardError
@@ -52,7 +52,7 @@ def serving(folder: Path, config: str, plugin: str, end: signal.Signals) -> Iter
     """Runs the documented command with rewards that need no model; the signal ends it and leaves nothing."""
     port = free_port()
     (folder / "own.py").write_text(plugin)
-    (folder / "rm.yaml").write_text(f"plugins: [own.py]\nrewards: {{functions: {config}}}\n")
+    (folder / SERVES[4]).write_text(f"plugins: [own.py]\nrewards: {{functions: {config}}}\n")
     changed = [f"server.port={port}", "server.host=127.0.0.1"]
     command = [sys.executable, str(ROOT / "run.py"), *SERVES[3:5], *changed]
     environment = os.environ | {"HOCKET_TOKEN": TOKEN}
@@ -77,7 +77,8 @@ async def test_http_gets_totals_parts_notes_and_errors_of_another_process_as_fro
     url: str, scorer_of: Scorers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOCKET_TOKEN", TOKEN)
-    documented = config.load(None, ASKS[-1:]).rewards.functions["http"].model_extra
+    assert ASKS[0] == SERVES[0]  # both sides have the token
+    documented = yaml.safe_load(REMOTE)["rewards"]["functions"]["http"]
     scorer = scorer_of({"http": {**documented, "url": url}})  # type: ignore[dict-item]
     right, wrong = await scorer.score_group([make_rollout("abcd"), make_rollout("ab")])
     # 0.5 · 4 where the gate is open

@@ -1,4 +1,4 @@
-"""The chain of docs/stages.md at a small size, by its commands and configs: samples, pairs, rm, GRPO, PPO, dpo, ipo."""
+"""The chain of docs/tutorials/rlhf_chain.md at a small size: samples, pairs, rm, GRPO, PPO, dpo, ipo."""
 
 import json
 from pathlib import Path

@@ -28,15 +28,42 @@ from hocket.extras.agents.task import Task
 
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
 agent = AGENTS.register
-"""Register a function, plain or async, as an agent: @agent("name")."""
+"""Register a function, plain or async, as an agent (decorator).
+
+It is called with a Task, and plays one episode. It returns the reward (a number), a text to score,
+or None: then the last turn is scored.
+
+Args:
+    name: its name in `env.function`, with `env.name=agent`.
+
+Example: a plugin file whose agent sends the prompt once.
+
+    import openai
+
+    from hocket.envs import Task, agent
+
+    client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
+
+
+    @agent("one_call")
+    async def one_call(task: Task) -> str:
+        policy = client.with_options(base_url=task.base_url, api_key=task.api_key)
+        answer = await policy.chat.completions.create(model=task.model, messages=task.messages)
+        return answer.choices[0].message.content or ""
+"""
 MAX_OUTPUT_MIB = 256  # of stdout and stderr of a program
 LOOK_S = 1.0  # seconds between checks of its size
 
 
 @environment("agent")
 class Agent(Environment):
-    """A function or a program of the user; it returns the reward, a text to score, or None: score
-    the last turn."""
+    """The environment `agent`: a function or a program of the user plays the episode.
+
+    Args:
+        function: name of a function that `agent` has registered; or
+        command: a program. It reads the task as JSON, and finds the URL in its environment.
+        concurrency: most episodes at a time.
+    """
 
     keeps_messages = False
 

@@ -9,7 +9,7 @@ from hocket.types import Message
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """An episode as an agent gets it: the prompt, and access to the policy."""
+    """An episode as an agent gets it: the prompt, and the URL of the policy."""
 
     messages: Sequence[Message]  # the prompt's chat; () where the source gave plain text
     text: str  # the last user message, or the plain text
@@ -27,7 +27,10 @@ class Task:
         return self.base_url.removesuffix("/v1")
 
     def reward(self, value: float, call: str) -> None:
-        """Add to the reward of a call, by the `id` of its answer (algorithm.credit)."""
+        """Add to the reward of one call, which is named by the `id` of its answer.
+
+        It matters with `algorithm.credit`.
+        """
         self.rewards[call] = self.rewards.get(call, 0.0) + float(value)
 
 

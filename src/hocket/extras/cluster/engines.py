@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jinja2
 
+import hocket
 from hocket.config import read_settings, to_yaml
 from hocket.errors import ConfigError
 from hocket.launch import ENGINES
@@ -131,6 +132,7 @@ def render(
         "root": root,
         "run_dir": run_dir,
         "gpus_per_node": gpus_per_node,
+        "version": hocket.__version__,
     }
     files = {"config.yaml": HEAD + to_yaml(values)}
     templates = _templates()

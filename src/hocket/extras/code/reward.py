@@ -1,4 +1,4 @@
-"""Score programs by tests that they pass in the sandbox (docs/rewards.md)."""
+"""Score programs by tests that they pass in the sandbox (docs/reference/rewards.md)."""
 
 import secrets
 import time

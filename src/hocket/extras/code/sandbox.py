@@ -84,7 +84,8 @@ _REFUSED_IF = (
 _FIX = (
     "use Linux 5.13 or later with Landlock, or let the container make namespaces (docker run --cap-add=SYS_ADMIN "
     "--security-opt=seccomp=unconfined --security-opt=apparmor=unconfined), or serve the reward elsewhere "
-    "(docs/rewards.md); the reward code may run programs that you trust with rewards.functions.code.sandbox=limits_only"
+    "(docs/how-to/reward_service.md); the reward code may run programs that you trust with "
+    "rewards.functions.code.sandbox=limits_only"
 )
 
 

@@ -1,4 +1,4 @@
-"""Score answers to tasks of reasoning-gym by their own scorer (docs/hubs.md)."""
+"""Score answers to tasks of reasoning-gym by their own scorer (docs/how-to/hubs.md)."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Make rows of the procedural tasks of the package reasoning-gym (docs/hubs.md).
+"""Make rows of the procedural tasks of the package reasoning-gym (docs/how-to/hubs.md).
 
 Row i of the split `train` has the seed options.seed + i. Rows of `test` count from 2³¹ on, so that
 no row of it is made for `train`.

@@ -1,4 +1,4 @@
-"""Request scores from the user's own service (docs/rewards.md)."""
+"""Request scores from the user's own service (docs/how-to/reward_service.md)."""
 
 import asyncio
 import dataclasses

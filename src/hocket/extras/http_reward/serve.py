@@ -1,4 +1,7 @@
-"""Serve the rewards of a config to the reward `http` of another process (docs/rewards.md)."""
+"""Serve the rewards of a config to the reward `http` of another process.
+
+docs/how-to/reward_service.md has the guide.
+"""
 
 import asyncio
 import contextlib
@@ -50,7 +53,7 @@ async def _serve(
 
     @app.post("/score")
     async def score(request: Request) -> Response:
-        """Score the completions of one prompt, as docs/rewards.md shows them."""
+        """Score the completions of one prompt, as docs/how-to/reward_service.md shows them."""
         try:
             samples = (await request.json())["samples"]
             if len(samples) > MAX_SAMPLES:

@@ -13,7 +13,7 @@ from hocket.commands.command import command, option, run_of
 
 @command(
     "watch",
-    option("RUN", type=Path, nargs="+"),
+    option("RUN", type=Path, nargs="+", help="folder of a run; several are compared"),
     option(
         "--host",
         default="127.0.0.1",
@@ -22,6 +22,8 @@ from hocket.commands.command import command, option, run_of
     option("--port", type=int, default=8090, help="default 8090, or another that is free"),
     # A socket on which a launcher listens already; it has printed the page's address.
     option("--socket", type=int, help=argparse.SUPPRESS),
+    examples=("runs/quickstart", "runs/quickstart runs/quickstart-2 --port 8091"),
+    page="how-to/observe.md",
 )
 def serve_page(args: argparse.Namespace) -> None:
     """Serve the page of runs."""
@@ -41,7 +43,7 @@ def serve_page(args: argparse.Namespace) -> None:
 
 @command(
     "report",
-    option("RUN", type=Path, nargs="+"),
+    option("RUN", type=Path, nargs="+", help="folder of a run; several are compared"),
     option(
         "--output",
         type=Path,
@@ -51,6 +53,8 @@ def serve_page(args: argparse.Namespace) -> None:
     option(
         "--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG, by Chromium"
     ),
+    examples=("runs/quickstart", "runs/quickstart runs/quickstart-2 --output both.html"),
+    page="how-to/observe.md",
 )
 def report(args: argparse.Namespace) -> None:
     """Write a report of runs to a file."""

@@ -22,7 +22,7 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         metric = GaugeMetricFamily(
-            "hocket_metric", "its newest value: docs/metrics.md", labels=["run", "metric"]
+            "hocket_metric", "its newest value: docs/reference/metrics.md", labels=["run", "metric"]
         )
         alarm = GaugeMetricFamily(
             "hocket_alarm", "1: it is outside its healthy range", labels=["run", "metric"]

@@ -4,7 +4,10 @@ import argparse
 from typing import Any
 
 from hocket.commands.command import SETTINGS, command, option
+from hocket.common import environment
 from hocket.config import Config
+
+NEEDS = ("torch", "accelerate")  # models are made without memory, to count their weights
 
 
 @command(
@@ -18,9 +21,12 @@ from hocket.config import Config
         metavar="SIZE",
         help="24GB, 48GB, 80GB or 141GB, H100 and the like (default: what is here)",
     ),
+    examples=("config/quickstart.yaml", "config/one_node_8gpu_7b.yaml --gpus 8 --gpu 80GB"),
+    page="how-to/out_of_memory.md",
 )
 def say_plan(args: argparse.Namespace) -> int:
     """Print the plan; return 1 where the run does not fit."""
+    environment.require("plan", NEEDS, f'pip install "hocket[plan]" {environment.CPU_INDEX}')
     from hocket.extras.plan import plan
 
     status = 0

@@ -28,7 +28,7 @@ REFERENCE = "ref_logprobs"  # a column: the reference's log-prob of the sequence
 @STAGES.register("dpo")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DpoOptions(Stage):
-    """The stage, made of the keys of the section dpo (docs/stages.md)."""
+    """The stage, made of the keys of the section dpo (docs/how-to/sft_dpo.md)."""
 
     rows = "preferences"
     rate = "preferences mostly take 5e-7 to 5e-6, 10x as much with model.lora"

@@ -75,7 +75,7 @@ class RewardModel(ScalarModel):
 @STAGES.register("rm")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RmOptions(Stage):
-    """The stage, made of the keys of the section rm (docs/stages.md)."""
+    """The stage, made of the keys of the section rm (docs/how-to/sft_dpo.md)."""
 
     rows = "comparisons"
     rate = "reward models mostly take 1e-5, 10x as much with model.lora"

@@ -20,7 +20,7 @@ from hocket.types import Metrics, TrainSample
 
 @STAGES.register("sft")
 class Sft(Stage):
-    """The stage, which has no keys beside those of all stages (docs/stages.md)."""
+    """The stage, which has no keys beside those of all stages (docs/how-to/sft_dpo.md)."""
 
     rows = "demonstrations"
     rate = "demonstrations mostly take 1e-5 or more"

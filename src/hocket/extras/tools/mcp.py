@@ -1,5 +1,5 @@
 """Let the model call the tools of MCP servers, over stdio or streamable HTTP
-(docs/environments.md)."""
+(docs/how-to/tools.md)."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
 """Let the model call Python functions; each result, or error, goes back to it as a message
-(docs/environments.md)."""
+(docs/how-to/tools.md)."""
 
 import asyncio
 import functools
@@ -29,7 +29,26 @@ TOOLS: Registry[Callable[..., Any]] = Registry("tool")
 
 
 def tool(function: F) -> F:
-    """Register a function as the tool of its name (decorator)."""
+    """Register a function as the tool of its name (decorator).
+
+    The model sees its name, its type hints and its docstring. The result goes back to the model as
+    text; an image of Pillow, as an image. An exception goes back as `error: ...`. Plain functions
+    run in a thread each, async ones in the event loop.
+
+    Example: a plugin file, for `env: {name: tools, tools: [population], parser: hermes}`.
+
+        from hocket.envs import tool
+
+
+        @tool
+        def population(city: str) -> int:
+            '''Look up how many people live in a city.
+
+            Args:
+                city: Name of the city, in English.
+            '''
+            return {"Cologne": 1_087_353}[city]
+    """
     if isinstance(function, str):
         raise ConfigError(
             f"@tool({function!r}): write @tool alone, as a tool has the name of its function"

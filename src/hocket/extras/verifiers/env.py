@@ -1,5 +1,5 @@
 """Roll out and score episodes with an environment of the package verifiers, which sends requests as
-an agent does (docs/hubs.md)."""
+an agent does (docs/how-to/hubs.md)."""
 
 import functools
 import inspect

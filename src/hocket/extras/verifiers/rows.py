@@ -1,4 +1,4 @@
-"""Make rows of the data set of an environment of the package verifiers (docs/hubs.md)."""
+"""Make rows of the data set of an environment of the package verifiers (docs/how-to/hubs.md)."""
 
 import functools
 import json
