@@ -75,7 +75,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "trainer.offload_optimizer": "adam_offload optimizer_offload",
     "trainer.kernels": "use_liger_kernel use_liger_loss",
     "trainer.steps": "max_steps num_steps total_steps total_training_steps",
-    "sft.epochs, or in GRPO trainer.steps, a number of steps": "num_train_epochs num_epochs max_epochs num_episodes "
+    "trainer.steps, a number of steps, or in sft sft.epochs": "num_train_epochs num_epochs max_epochs num_episodes "
     "total_epochs trainer.epochs",
     "no setting: sft teaches nothing but the assistant's turns": "assistant_only_loss completion_only_loss",
     "pipeline.max_staleness": "async_train async_queue_size",
