@@ -100,7 +100,7 @@ check rollout.group_size=1 | rollout.group_size=1 leaves algorithm.advantage=mea
 config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
 check 'algorithm.correction={name: mask, bounds: [3, 1]}' | algorithm.correction.bounds: must be [lowest, highest]
 check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
-check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are relative to HERE
+check plugins=[nowhere.py] | plugin 'nowhere.py' does not exist; paths are relative to HERE
 check data.source=nowhere.jsonl | data.source=nowhere.jsonl is not a file; paths are relative to HERE
 check data.source=commas.jsonl | commas.jsonl:1: Extra data: line 1 column 31 (char 30); a line is one object
 check data.source=array.jsonl | array.jsonl:1: must be a JSON object, got list; a line is one object in UTF-8, without a

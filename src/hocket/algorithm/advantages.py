@@ -1,5 +1,7 @@
 """Compare each rollout's reward with those of its group.
 
+The functions that `algorithm.advantage` names, such as the mean of a group, are in choices.py.
+
 Suffixes: n rollouts of a batch, g rollouts of a group; in the last functions, t tokens of a
 sequence, n its sampled tokens.
 """

@@ -43,6 +43,7 @@ class Choice:
 
     function: Callable[..., Any]
     arguments: tuple[str, ...]  # parameters that hocket passes; all others are options
+    offered: tuple[str, ...] = ()  # those that hocket could pass
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values from the config
     per: Per = "batch"  # whose rewards an advantage gets in a call: of a group, a batch, a rollout
     needs: tuple[str, ...] = ()  # columns measured before a step: "values" brings a critic
@@ -85,9 +86,8 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
         name = options.pop("name")
         section = f"algorithm.{kind}"
         choice = KINDS[kind].get(name, f"{section}: ")
-        checked = options_of(
-            f"{kind} {name}", choice.function, options, section=section, keys=choice.arguments
-        )
+        keys = choice.offered or choice.arguments
+        checked = options_of(f"{kind} {name}", choice.function, options, section=section, keys=keys)
         _chosen[key] = dataclasses.replace(choice, options=checked)
     return _chosen[key]
 
@@ -147,7 +147,8 @@ def _register(
     def add(function: F) -> F:
         parameters = inspect.signature(function).parameters
         arguments = tuple(parameter for parameter in parameters if parameter in offered)
-        KINDS[kind].register(name)(Choice(function=function, arguments=arguments, **declared))
+        choice = Choice(function=function, arguments=arguments, offered=tuple(offered), **declared)
+        KINDS[kind].register(name)(choice)
         return function
 
     return add

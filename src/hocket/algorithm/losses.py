@@ -1,5 +1,8 @@
 """Compute the policy loss.
 
+What `algorithm.objective`, `aggregate`, `kl` and `correction` name, such as PPO's clip, is in
+choices.py.
+
 Suffixes: b rows, t next-token positions, one fewer than tokens.
 
 Unlike in the papers (docs/explanation/numerics.md), denominators cover the whole step: all

@@ -325,7 +325,7 @@ def _serve(args: argparse.Namespace) -> None:
     DRY_RUN,
     trains=True,
     examples=(
-        "--dry-run config/quickstart.yaml",
+        "--dry-run config/quickstart.yaml run.dir=runs/short",
         "config/quickstart.yaml run.dir=runs/short trainer.steps=20",
     ),
     page="how-to/one_node.md",

@@ -456,8 +456,11 @@ class Parts(AbstractContextManager["Parts"]):
             async def bring_up(there: Mapping[Member, Health]) -> None:
                 for member, health in there.items():
                     refuse_other_model(self.config, self.tokenizer, member.url, health)
-                    serves = f"the server at {member.url} serves {health.model}"
-                    say(f"{serves}, version {health.version}")
+                    line = f"the server at {member.url} serves {health.model}"
+                    line += f", version {health.version}"
+                    if health.version:
+                        line += ": what a run has trained, not the model itself"
+                    say(line)
                     servers.mark_loaded(member, health)
 
             servers.bring_up = bring_up

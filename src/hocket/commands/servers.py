@@ -168,3 +168,7 @@ def refuse_other_model(config: Config, tokenizer: Any, url: str, health: Health)
     if not config.names_servers and not is_model:
         advice = f"to measure that one set server.urls=[{url}], else another server.port"
         raise ConfigError(f"{serves}, not model.path={model}; {advice}")
+    root = str(config.sync_root.resolve())
+    if not config.names_servers and health.root != root:
+        advice = f"to measure it set server.urls=[{url}], else another server.port"
+        raise ConfigError(f"{serves} for runs in {health.root}, not in {root}; {advice}")

@@ -379,9 +379,8 @@ def load_plugin(path: str) -> ModuleType:
     """
     file = Path(shipped(path)).expanduser().resolve()
     if not file.is_file() or file.suffix != ".py":
-        raise ConfigError(
-            f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}"
-        )
+        fact = "is not a Python file" if file.exists() else "does not exist"
+        raise ConfigError(f"plugin {path!r} {fact}; paths are relative to {Path.cwd()}")
     # The name has a hash of the path: files of the same name are different plugins.
     path_hash = hashlib.sha256(str(file).encode()).hexdigest()[:8]
     name = f"{PLUGIN_PREFIX}{file.stem}_{path_hash}"

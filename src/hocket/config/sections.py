@@ -224,7 +224,7 @@ class TrainerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear learning-rate warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up."""
+    """Learning rate after warm-up: `constant`, or `linear` or `cosine` to 0 at the last step."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)

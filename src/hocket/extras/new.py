@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
 from hocket.commands.command import command, option
@@ -31,12 +32,19 @@ def _new(args: argparse.Namespace) -> None:
     print(f"{args.folder} trains as it is; replace what you like:\n")
     for name, content in FILES.items():
         print(f"  {name:<16}{content}")
-    run = program()
+    run, test = program(), "python test_reward.py"
+    if run != "hocket":  # run.py of a checkout, whose folder the user leaves
+        script = Path(sys.argv[0]).resolve()
+        run = f"python3 {shlex.quote(str(script))}"
+        source = shlex.quote(str(script.parent / "src"))
+        test = f"PYTHONPATH={source} {shlex.quote(sys.executable)} test_reward.py"
     print(f"""
 cd {shlex.quote(str(args.folder))}
-{run} train --dry-run config.yaml    checks all of it, and trains nothing
-{run} quickstart                     trains: without a config it takes the config.yaml of its folder
-python test_reward.py                tests the reward""")
+
+# test the reward; check all of it without training; train with this folder's config.yaml
+{test}
+{run} train --dry-run config.yaml
+{run} quickstart""")
 
 
 def make_project(folder: Path) -> None:
