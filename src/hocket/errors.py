@@ -42,10 +42,10 @@ def cause_of(error: BaseException | None) -> str:
 def program() -> str:
     """Name the program as the user typed it, for commands in messages."""
     name = Path(sys.argv[0]).name
-    if name == "hocket":
-        return "hocket"
     if name == "run.py":
         return f"python3 {sys.argv[0]}"
+    if name == "hocket" or Path(__file__).with_name("shipped").exists():  # installed from a wheel
+        return "hocket"
     return "python3 run.py"
 
 

@@ -414,6 +414,10 @@ def _generate(args: argparse.Namespace) -> None:
             return await server.ask(request, timeout_s=config.rollout.timeout_s)
 
     response = asyncio.run(generate())
+    is_other = Path(response.model).resolve() != Path(config.model.path).resolve()
+    if is_other and not config.names_servers:
+        fact = f"answered by {response.model}, version {response.version}"
+        print(f"hocket: {fact}, not by model.path={config.model.path}", file=sys.stderr)
     if args.json:
         print(response.model_dump_json())
         return

@@ -422,7 +422,11 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {len(held_out)} prompts")
                 evaluation = parts.evaluation(held_out, parts.plays(servers, parts.longest))
-                metrics, groups = await evaluation.run("eval")
+
+                def ended(done: int, total: int) -> None:
+                    console.doing(f"{done}/{total} answers")
+
+                metrics, groups = await evaluation.run("eval", ended=ended)
             path = write_rollouts(config.run_dir, "eval", groups)
             console.say(f"completions and their scores: {path}")
             return metrics

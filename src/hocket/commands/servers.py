@@ -129,7 +129,8 @@ def refuse_other(config: Config, tokenizer: Any, length: int, health: Health) ->
 
     def refuse(trait: str, theirs: object, ours: object, setting: str) -> None:
         fact = f"the server, of {health.model}, has the {trait} {theirs}, this run {ours}"
-        raise ServerError(f"{fact}: start both with the same {setting}", code="other_model")
+        advice = f"start both with the same {setting}; if it is another run's, set server.port"
+        raise ServerError(f"{fact}: {advice}", code="other_model")
 
     # Random weights have no files to read an architecture from. The server compares it when it
     # loads the first version.

@@ -22,7 +22,7 @@ from typing import TextIO
 
 from hocket.common import shell
 from hocket.common.files import atomic_folder, write_atomically
-from hocket.common.processes import PARENT_VARIABLE, die_with_parent
+from hocket.common.processes import die_with_parent
 from hocket.errors import SetupError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,8 +52,9 @@ def prepare(notes: Iterable[str] = ()) -> None:
     Repairs what the shell has set wrongly. Prints the notes, and what was repaired. Raises
     SetupError for what can't be repaired.
     """
-    for note in [*notes, *shell.mend(), *_hide_other_builds()]:
+    for note in [*notes, *shell.mend()]:
         print(f"hocket: {note}", file=sys.stderr)
+    _hide_other_builds()
     # The threads of tokenizers don't survive the forks of data loading.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -66,22 +67,32 @@ def prepare(notes: Iterable[str] = ()) -> None:
         os.environ["PATH"] = os.pathsep.join([programs, *folders])
 
 
-def _hide_other_builds() -> list[str]:
-    """Have packages that were built for another torch count as not installed. Returns notes.
+def other_builds() -> list[str]:
+    """List packages that were built for another torch than the installed one, as "name version".
 
-    pip takes their CUDA builds where PyTorch's index of CPU builds was not named, and transformers
-    then fails to import its models. Only images need one of them.
+    pip takes their CUDA builds where PyTorch's index of CPU builds was not named.
     """
-    torch = version_of("torch") or ""
-    hidden = []
+    if not (version_of("torch") or "").endswith("+cpu"):
+        return []
+    packages = []
     for name in ("torchvision", "torchaudio", "torchcodec"):
         version = version_of(name)
-        if torch.endswith("+cpu") and version and not version.endswith("+cpu"):
-            sys.modules[name] = None  # type: ignore[assignment]
-            hidden.append(f"{name} {version}")
-    if not hidden or PARENT_VARIABLE in os.environ:  # the parent has printed it
-        return []
-    return [f"{', '.join(hidden)}: not used, as torch is {torch}, and they are for another build"]
+        if version and not version.endswith("+cpu"):
+            packages.append(f"{name} {version}")
+    return packages
+
+
+def _hide_other_builds() -> None:
+    """Have packages count as not installed that can't be used beside torch's CPU build.
+
+    With one of another build, transformers fails to import its models. Only images need them.
+    Triton has no use on a CPU, and ends each process with a page of warnings.
+    """
+    hidden = [package.partition(" ")[0] for package in other_builds()]
+    if (version_of("torch") or "").endswith("+cpu"):
+        hidden.append("triton")
+    for name in hidden:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def ensure(command: str, *, install: bool = True, update: bool = True) -> None:

@@ -345,7 +345,7 @@ class ObserveConfig(Section):
     host: str = "127.0.0.1"
     """Address of the page; any but loopback needs server.token."""
     port: int = Field(8090, ge=1, le=65535)
-    """Port of the page, or the next free one."""
+    """Port of the page; another one where it is taken."""
     tokens: bool = False
     """Log-prob and entropy of each trained token, for the page; one forward pass more."""
     trace: str | None = Field(None, pattern=r"^\d+(\.\.\d+)?$")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hocket.commands.command import command
 from hocket.common import environment
 from hocket.common.machine import free_memory
-from hocket.errors import program
+from hocket.errors import pip, program
 
 NEEDED_GB = 1.0
 NEEDED_MEMORY_GB = 4.0
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 def run() -> int:
     """Print the report; return 1 where something is to be fixed."""
     errors = 0
-    for check in (packages, devices, libraries, resources):
+    for check in (packages, builds, devices, libraries, resources):
         for label, text, ok, advice, blocks in check():
             print(f"{label:<10} {text}")
             if not ok:
@@ -65,6 +65,17 @@ def packages() -> Iterator[Finding]:
         if program() == "hocket":
             fix = f"packages are missing: {environment.EXTRAS}"
         yield Finding("", f"missing: {', '.join(lacks)}", False, fix)
+
+
+def builds() -> Iterator[Finding]:
+    """List packages that transformers can't import beside this torch; hocket hides them."""
+    if others := environment.other_builds():
+        names = " ".join(other.partition(" ")[0] for other in others)
+        note = (
+            "of another build than torch: your own scripts with transformers fail until "
+            f"`{pip()} uninstall {names}`, or their +cpu builds are there, which images need"
+        )
+        yield Finding("", ", ".join(others), False, note, blocks=False)
 
 
 def devices() -> Iterator[Finding]:

@@ -32,12 +32,16 @@ class Evaluation:
     max_error_rate: float  # largest share of rollouts that may have no score
 
     async def run(
-        self, label: str, generated: Callable[[], None] = lambda: None
+        self,
+        label: str,
+        generated: Callable[[], None] = lambda: None,
+        ended: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[dict[str, float], list[Group]]:
         """Measure all prompts. Returns the eval/* metrics, and the groups in the prompts' order.
 
         label: the name of this evaluation, unique in a run. generated: called once all episodes
-        have ended, while rewards may be missing. Raise ServerError if the servers failed before
+        have ended, while rewards may be missing. ended: called after each episode with the number
+        of those that have ended, and of all. Raise ServerError if the servers failed before
         the deadline, and RewardError if more rollouts than max_error_rate have no score, or all.
         """
         num_prompts = len(self.prompts)
@@ -62,6 +66,7 @@ class Evaluation:
                 slot = dataclasses.replace(slot, sampling=greedy)
             rollout = await self.play(prompt, slot)
             num_unfinished -= 1
+            ended(num_rollouts - num_unfinished, num_rollouts)
             if num_unfinished == 0:
                 generated()
             return rollout
