@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import hocket
 from support import pages
 from support.pages import PAGES, ROOT, Block
 
@@ -105,3 +106,23 @@ def test_every_setting_that_a_page_names_exists() -> None:
             ):
                 unknown.append(f"{pages.name(page)}: {code}")
     assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("CITATION.cff", r"(?m)^version: (.*)$"),
+        ("CHANGELOG.md", r"(?m)^## ([\d.]+) "),
+        ("docker/server.Dockerfile", r'image\.version="(.*?)"'),
+        ("docker/trainer.Dockerfile", r'image\.version="(.*?)"'),
+        ("docker/compose.yaml", r"image: hocket-\w+:(.*)-cpu"),
+        ("docker/compose.gpu.yaml", r"image: hocket-\w+:(.*)-cuda"),
+        ("docs/how-to/docker.md", r"`(\d[\d.]*)-cpu`"),
+        ("docs/how-to/kubernetes.md", r"hocket-\w+:(\d[\d.]*)-cuda"),
+    ],
+)
+def test_what_names_the_newest_version_names_that_of_the_package(name: str, pattern: str) -> None:
+    found = re.findall(pattern, texts(ROOT / name))
+    assert found
+    assert found[0] == hocket.__version__
+    assert name == "CHANGELOG.md" or set(found) == {hocket.__version__}
