@@ -167,7 +167,7 @@ def test_agents_teach_an_adapter_on_a_shared_gpu(tmp_path: Path) -> None:
 def test_the_judge_of_the_example_teaches_what_another_checker_measures(tmp_path: Path) -> None:
     run_dir, log, port = tmp_path / "runs" / "a", tmp_path / "log", free_port()
     page = (ROOT / "examples" / "judge" / "README.md").read_text(encoding="utf-8")
-    judge, train = re.findall(r"^(?:.venv/bin/python|python3) (.*?) +#", page, re.M)
+    judge, train, _ = re.findall(r"^(?:.venv/bin/python|python3) (.*)$", page, re.M)  # the third leaves a gap
     here = [f"run.dir={run_dir}", "trainer.steps=15", "eval.every_steps=0", f"server.port={free_port()}"]
     here += [f"rewards.functions.judge.base_url=http://127.0.0.1:{port}/v1"]
     judging = Process([str(port)], tmp_path / "judge.log", program=judge.split())
