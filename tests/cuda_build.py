@@ -195,11 +195,8 @@ def contract(python: Path) -> bool:
 
 def arguments(python: Path) -> bool:
     """Make vLLM's configuration of each config for GPUs, as on a GPU that is not there."""
-    paths = [
-        str(path.relative_to(ROOT))
-        for path in sorted(ROOT.glob("config/**/*.yaml"))
-        if "gpu" in path.name or "gb" in path.name
-    ]
+    found = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("config/**/*.yaml"))]
+    paths = [path for path in found if re.search("gpu|gb|multi_node", path)]
     result = run(python, ["-c", ARGUMENTS, *paths])
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     for line in lines:
