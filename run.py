@@ -28,20 +28,18 @@ def main(argv: list[str], notes: Sequence[str] = ()) -> int:
     if command in ("-h", "--help", "help"):
         print(_help())
         return 0
-    if (
-        command != "--version" and command not in COMMANDS and not command.endswith(".py")
-    ):  # a file has a command of the user's own
+    if command == "--version":
+        import hocket
+
+        print(f"hocket {hocket.__version__}")
+        return 0
+    if command not in COMMANDS and not command.endswith(".py"):  # a file has a command of the user's own
         import difflib
 
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         nearest = f"; did you mean {close[0]!r}?" if close else ""
         print(f"run.py: there is no command {command!r}{nearest}\n\n{_help()}", file=sys.stderr)
         return 2
-    if command == "--version":
-        import hocket
-
-        print(f"hocket {hocket.__version__}")
-        return 0
     if sys.version_info < (3, 11):  # noqa: UP036 - an older one gets this reason
         found = f"{sys.version.split()[0]} ({sys.executable})"
         print(f"run.py: vLLM needs Python 3.11 or newer, this is {found}; use python3.11 run.py ...", file=sys.stderr)

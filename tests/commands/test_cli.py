@@ -312,7 +312,9 @@ def test_a_command_without_a_config_takes_the_one_of_its_folder(
     assert "steps: 7" not in capsys.readouterr().out
     (tmp_path / "config.yaml").write_text("trainer: {steps: 7}\n")
     assert main(["config"]) == 0
-    assert "steps: 7\n" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "steps: 7\n" in printed.out
+    assert printed.err == "hocket: settings of config.yaml in this folder\n"
     assert main(["config", f"{ROOT}/config/sort.yaml"]) == 0
     assert "steps: 7\n" not in capsys.readouterr().out
 

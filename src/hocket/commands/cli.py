@@ -66,7 +66,10 @@ def main(argv: Sequence[str]) -> int:
         if "settings" in args:
             # argparse gives settings that stand behind an option back as unknown words.
             settings = args.settings + extra_words
-            args.config, args.arguments = read_settings(settings, _default_config(args.command))
+            default = _default_config(args.command)
+            args.config, args.arguments = read_settings(settings, default)
+            if default == PROJECT and PROJECT in args.arguments and PROJECT not in settings:
+                print(f"hocket: settings of {PROJECT} in this folder", file=sys.stderr)
             if entry.trains:
                 os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
             if entry.checkpoints:
@@ -132,7 +135,7 @@ def _sentence(error: Exception) -> str:
         return str(error)
     if isinstance(error, ModuleNotFoundError):  # of a package that only an extra installs?
         try:
-            environment.require("this command")
+            environment.require(f"no module {error.name!r} is here: this command")
         except SetupError as lack:
             return str(lack)
 
