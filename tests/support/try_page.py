@@ -18,6 +18,7 @@ from pathlib import Path
 
 from support import pages
 from support.pages import ROOT
+from support.processes import free_port
 
 COPIED = ("config", "examples", "docker", "benchmarks", "tests", "requirements")
 DRY = ("train", "sft", "rm", "dpo", "launch", "quickstart")
@@ -137,8 +138,10 @@ def ours(words: list[str]) -> int | str:
     absent = [path for path in needs if not Path(path).expanduser().exists()]
     if name in DRY and not absent and "--submit" not in words and "--engine" not in words:
         command = "launch" if name == "quickstart" else name
-        rest = [word for word in words if word not in (name, "--dry-run")]
-        return cli.main([command, "--dry-run", *(rest if rest else arguments)])
+        rest = [word for word in words if word not in (name, "--dry-run")] or arguments
+        # A dry run asks the server of its port, and port 8000 may be another test's.
+        port = [] if any(word.startswith("server.port=") for word in rest) else [f"server.port={free_port()}"]
+        return cli.main([command, "--dry-run", *rest, *port])
     load_plugins(loaded.plugins)
     return 0
 
