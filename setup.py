@@ -1,4 +1,4 @@
-"""Put config/, checkpoints/ and the example of `hocket new` into the wheel; all else is in pyproject.toml."""
+"""Put config/, checkpoints/, docs/ and the example of `hocket new` into the wheel; all else is in pyproject.toml."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("config", "checkpoints", "examples/own_everything")  # hocket.common.files.shipped finds them
+SHIPPED = ("config", "checkpoints", "docs", "examples/own_everything")  # hocket.common.files.shipped finds them
 
 
 class BuildWithShippedFiles(build_py):

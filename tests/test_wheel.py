@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/", "docs/")):
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/")):
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "tree" / name)
     run([sys.executable, "-c", BUILD, "build_sdist", folder], folder / "tree")
@@ -63,7 +63,7 @@ def test_wheel_and_sdist_have_the_version_the_shipped_files_and_both_extras(whee
     assert wheel.name == f"hocket-{hocket.__version__}-py3-none-any.whl"
     shutil.unpack_archive(wheel, tmp_path, "zip")
     shipped = tmp_path / "hocket" / "shipped"
-    for name in ("config/quickstart.yaml", "config/stages/dpo.yaml", "checkpoints/tiny-sort/model.safetensors"):
+    for name in ("config/quickstart.yaml", "config/stages/dpo.yaml", "checkpoints/tiny-sort/model.safetensors", "docs/index.md"):
         assert (shipped / name).read_bytes() == (ROOT / name).read_bytes()
     assert (shipped / "examples" / "own_everything" / "reward.py").exists()
     assert (tmp_path / "hocket" / "extras" / "page" / "page.html").exists()

@@ -330,14 +330,29 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_an_engine_a_command_names_the_extras_to_install(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(config: object) -> None:
-        raise ModuleNotFoundError("No module named 'uvloop'", name="uvloop")
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hocket.server.main.serve", fail)
-    monkeypatch.setattr("hocket.common.environment.ENGINES", ("torch", "no_vllm_here"))
+    for engines in ("ENGINES", "SERVER_ENGINES"):
+        monkeypatch.setattr(f"hocket.common.environment.{engines}", ("torch", "no_vllm_here"))
     assert main([command]) == 1
     error = capsys.readouterr().err
     assert 'needs no_vllm_here: pip install "hocket[cpu]" --extra-index-url' in error
     assert 'pip install "hocket[cuda]"' in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        ("deepspeed.runtime", 'error: this command needs deepspeed: pip install "hocket[cpu]"'),
+        ("sympy", "error: ModuleNotFoundError: No module named 'sympy'. This was not foreseen"),
+    ],
+)
+def test_only_a_missing_engine_is_answered_by_the_extras(
+    module: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr("hocket.commands.runs.train", train)
+    assert main(["train"]) == 1
+    assert sentence in capsys.readouterr().err

@@ -19,7 +19,7 @@ from hocket import config as config_module
 from hocket import launch
 from hocket.commands.command import COMMANDS, DRY_RUN, SETTINGS, Command, Option, command, option
 from hocket.common import environment, shell
-from hocket.common.files import make_unused
+from hocket.common.files import make_unused, shipped
 from hocket.common.processes import nobody_reads
 from hocket.common.redaction import redacted
 from hocket.common.registry import load_plugins
@@ -28,7 +28,6 @@ from hocket.errors import (
     TRACEBACK,
     ConfigError,
     HocketError,
-    SetupError,
     program,
     remedy,
 )
@@ -133,11 +132,10 @@ def _sentence(error: Exception) -> str:
     """Describe an error in one sentence; write the traceback of an unforeseen one to a file."""
     if isinstance(error, HocketError):
         return str(error)
-    if isinstance(error, ModuleNotFoundError):  # of a package that only an extra installs?
-        try:
-            environment.require(f"no module {error.name!r} is here: this command")
-        except SetupError as lack:
-            return str(lack)
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+        if name in environment.ENGINES:
+            return f"this command needs {name}: {environment.EXTRAS}"
 
     # An error of the disk. safetensors raises its own, which name "os error".
     fix = remedy(error)
@@ -164,7 +162,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     Raises ConfigError where argv names a file that does not register a command.
     """
     prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
-    parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
+    parser = argparse.ArgumentParser(
+        prog=prog, description=f"hocket: {hocket.__doc__}", epilog=f"docs: {shipped('docs')}"
+    )
     version = f"hocket {hocket.__version__}"
     parser.add_argument("--version", action="version", version=version)
     # DeepSpeed's launcher adds this option; the environment has the same number.
@@ -209,7 +209,7 @@ def _epilog(name: str, entry: Command, prog: str) -> str:
             f"{default}. section.key=value overrides one setting of it."
         )
     if entry.page:
-        parts.append(f"docs: docs/{entry.page}")
+        parts.append(f"docs: {shipped(f'docs/{entry.page}')}")
     return "\n\n".join(parts)
 
 
@@ -317,6 +317,7 @@ def _launch(args: argparse.Namespace) -> int:
     page="reference/http_api.md",
 )
 def _serve(args: argparse.Namespace) -> None:
+    environment.require("serve", environment.SERVER_ENGINES)  # its image has no deepspeed
     from hocket.server.main import serve
 
     serve(args.config)

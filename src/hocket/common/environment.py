@@ -35,7 +35,8 @@ LISTS = {
 }
 SERVER_ALONE = "# The server alone"  # begins the last section of a list
 LAUNCHED = ("train", "sft", "rm", "dpo")  # commands of torchrun's ranks; they need no engine
-ENGINES = ("torch", "vllm", "deepspeed")  # modules that hocket without an extra lacks
+SERVER_ENGINES = ("torch", "vllm")
+ENGINES = (*SERVER_ENGINES, "deepspeed")  # modules that hocket without an extra lacks
 CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"  # of torch without CUDA
 EXTRAS = (
     f'pip install "hocket[cpu]" {CPU_INDEX}, or on a machine with an NVIDIA GPU: '
