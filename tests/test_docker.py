@@ -1,5 +1,6 @@
 """The files of docker/ as a table of facts, the containers' shell, `docker compose config` where there is a docker."""
 
+import ast
 import json
 import os
 import re
@@ -211,6 +212,67 @@ def test_no_run_no_history_and_no_environment_file_is_in_the_build() -> None:
     first, *others = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert first == "*"
     assert not any(re.match(r"!(\.|runs|\*)", line) for line in others)
+
+
+def test_all_that_ships_in_the_wheel_reaches_the_build_and_the_sdist() -> None:
+    words = re.search(r"(?m)^SHIPPED = (\(.*?\))", (ROOT / "setup.py").read_text())
+    assert words
+    shipped = ast.literal_eval(words[1])
+    assert "docs" in shipped
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    manifest = (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert [name for name in shipped if f"!{name}" not in ignored or f"graft {name}" not in manifest] == []
+
+
+WITHOUT = """
+import importlib, importlib.metadata, pkgutil, re, sys
+lock, section, package, then = sys.argv[1:]
+names = re.findall(r"(?m)^([\\w.-]+)==", re.split(r"(?m)^# ", open(lock).read().partition(section)[2])[0])
+left_out = {name.replace("_", "-").lower() for name in names}
+for module, distributions in importlib.metadata.packages_distributions().items():
+    if {name.replace("_", "-").lower() for name in distributions} <= left_out:
+        sys.modules[module] = None
+        print("without", module)
+from hocket.common import environment
+environment.prepare()
+package = importlib.import_module(package)
+for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+    if not found.name.endswith(("__main__", "vllm_weights")):  # vLLM's workers import this one
+        importlib.import_module(found.name)
+MODEL = "checkpoints/tiny-sort"
+exec(then)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("section", "package", "left_out", "then"),
+    [
+        (
+            "# The trainer alone",
+            "hocket.server",
+            {"deepspeed", "peft", "datasets"},
+            "from hocket.protocol.manifest import model_shapes; print(model_shapes(MODEL).architecture)",
+        ),
+        (
+            "# The server alone",
+            "hocket.trainer",
+            {"vllm", "fastapi", "uvicorn"},
+            "from hocket.trainer.weights import load_model; print(type(load_model(MODEL)).__name__)",
+        ),
+    ],
+)
+def test_an_image_can_do_its_work_without_what_only_the_other_one_has(
+    section: str, package: str, left_out: set[str], then: str
+) -> None:
+    lock = ROOT / "requirements" / "cpu.lock"
+    command = [sys.executable, "-c", WITHOUT, lock, section, package, then]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/src"}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    *lines, last = result.stdout.splitlines()
+    assert {f"without {module}" for module in left_out} <= set(lines)
+    assert last.startswith("Qwen2ForCausalLM")
 
 
 def test_compose_itself_reads_the_files() -> None:

@@ -408,4 +408,7 @@ def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     run_dir.mkdir()
     (tmp_path / "quickstart-2").mkdir()
     assert unused(run_dir) == tmp_path / "quickstart-3"
+    assert unused(tmp_path / "quickstart-2") == tmp_path / "quickstart-3"
+    (tmp_path / "of-2024").mkdir()
+    assert unused(tmp_path / "of-2024") == tmp_path / "of-2024-2"
     assert [make_unused(run_dir).name for _ in range(2)] == ["quickstart-3", "quickstart-4"]  # of two processes

@@ -63,7 +63,12 @@ def test_wheel_and_sdist_have_the_version_the_shipped_files_and_both_extras(whee
     assert wheel.name == f"hocket-{hocket.__version__}-py3-none-any.whl"
     shutil.unpack_archive(wheel, tmp_path, "zip")
     shipped = tmp_path / "hocket" / "shipped"
-    for name in ("config/quickstart.yaml", "config/stages/dpo.yaml", "checkpoints/tiny-sort/model.safetensors", "docs/index.md"):
+    for name in (
+        "config/quickstart.yaml",
+        "config/stages/dpo.yaml",
+        "checkpoints/tiny-sort/model.safetensors",
+        "docs/index.md",
+    ):
         assert (shipped / name).read_bytes() == (ROOT / name).read_bytes()
     assert (shipped / "examples" / "own_everything" / "reward.py").exists()
     assert (tmp_path / "hocket" / "extras" / "page" / "page.html").exists()
@@ -132,6 +137,10 @@ def test_quickstart_and_a_project_of_one_s_own_train_in_empty_folders(wheel: Pat
     hocket_ = [sys.executable, "-m", "hocket"]
     out = run([*hocket_, "quickstart", *short], tmp_path / "empty", **env)
     assert "weight version 3" in out
+    config = (tmp_path / "empty" / "runs" / "quickstart" / "config.yaml").read_text("utf-8")
+    assert "path: checkpoints/tiny-sort\n" in config  # another environment can go on with the run
+    out = run([*hocket_, "train", "--help"], tmp_path, **env)
+    assert Path(out.partition("docs: ")[2].strip()).is_file()
     run([*hocket_, "new", "mine"], tmp_path / "empty", **env)
     out = run([*hocket_, "quickstart", *short], tmp_path / "empty" / "mine", **env)
     assert "weight version" in out

@@ -196,12 +196,12 @@ def _commands(
     config: Config, arguments: Sequence[str], plan: Placement, ports: Sequence[int]
 ) -> tuple[list[str], list[str]]:
     """Make the command of all servers, which lacks the port of each, and that of all ranks."""
-    arguments = list(arguments)
     # The files of the run record what was decided here.
-    arguments.append(f"launch.servers={len(ports)}")
-    arguments.append(f"launch.trainers={plan.num_ranks}")
+    decided = {"launch.servers": f"{len(ports)}", "launch.trainers": f"{plan.num_ranks}"}
     if plan.ranks and not config.launch.share_gpu:
-        arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
+        decided["launch.gpus_apart"] = str(plan.apart).lower()
+    arguments = [word for word in arguments if word.partition("=")[0] not in decided]
+    arguments += [f"{key}={value}" for key, value in decided.items()]
     urls = []
     for port in ports:
         url = config.url_at(port)

@@ -233,5 +233,7 @@ class Run:
         self.folder.finish(step, metrics)  # 8 records  observe/run_folder.py
         for part in self.parts:
             part.recorded(step, metrics)
-        self.checkpoints.complete(step, metrics)
-        self.console.step(step, metrics)
+        try:
+            self.checkpoints.complete(step, metrics)
+        finally:  # after a Ctrl-C it raises; the step is finished all the same
+            self.console.step(step, metrics)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hocket.common import files
-from hocket.common.files import atomic_folder, remove_folder, shipped, write_atomically
+from hocket.common.files import atomic_folder, remove_folder, shipped, unshipped, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +80,6 @@ def test_a_wheel_s_files_come_before_those_of_the_folder_above_its_packages(
     monkeypatch.setattr(files, "_PACKAGE", package)
     monkeypatch.chdir(tmp_path)
     assert shipped("config/sort.yaml") == f"{package}/shipped/config/sort.yaml"
+    assert unshipped(f"{package}/shipped/config/sort.yaml") == "config/sort.yaml"
+    for path in ("checkpoints/mine", f"{tmp_path}/model", "HuggingFaceTB/SmolLM2-135M"):
+        assert unshipped(path) == path

@@ -344,3 +344,18 @@ def test_a_rate_that_is_left_open_follows_the_model_s_size(parameters: int, has_
     assert trainer.with_rate(parameters, has_adapter=has_adapter).learning_rate == rate
     chosen = config.TrainerConfig(learning_rate=3e-6)
     assert chosen.with_rate(parameters, has_adapter=has_adapter).learning_rate == 3e-6
+
+
+@pytest.mark.parametrize("key", ["model.path", "algorithm.reference", "critic.path"])
+def test_a_run_stands_for_its_newest_version_and_a_url_for_itself(key: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for number in (3, 12):
+        version = run / "weights" / f"v{number:06d}"
+        version.mkdir(parents=True)
+        (version / "COMPLETE").touch()
+    (run / "config.yaml").touch()
+    (run / "metrics.jsonl").touch()
+    section, name = key.split(".")
+    loss = {"algorithm.kl": "k3", "algorithm.kl_coef": 0.1}
+    for value, meant in ((str(run), str(run / "weights" / "v000012")), ("http://a:8000", "http://a:8000")):
+        assert config.load(None, {**loss, key: value}).as_dict()[section][name] == meant

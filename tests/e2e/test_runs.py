@@ -220,7 +220,9 @@ def test_ctrl_c_ends_a_quickstart_with_a_checkpoint_and_everything_it_started(tm
     steps = [*(run_dir / "checkpoints").iterdir()]
     assert f"\ncheckpointed; to go on from {steps[0]}: python3 " in log.read_text()
     assert len(steps) == 1
-    assert len(metrics_of(run_dir)) == int(steps[0].name[-6:]) + 1
+    last_step = int(steps[0].name[-6:])
+    assert len(metrics_of(run_dir)) == last_step + 1
+    assert f"\nstep {last_step}/" in log.read_text()
 
 
 def test_a_killed_launch_takes_its_server_and_ranks_along(tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ def shipped(path: str) -> str:
     return path
 
 
+def unshipped(path: str) -> str:
+    """Write a path in the wheel as `shipped` takes it: a run may go on with another installation.
+
+    Any other path is returned as it is.
+    """
+    root = _PACKAGE / "shipped"
+    return str(Path(path).relative_to(root)) if Path(path).is_relative_to(root) else path
+
+
 def newest_version(path: str) -> str:
     """Find the newest version of the weights in a run folder, or the model that sft has made there.
 
@@ -123,8 +132,14 @@ def numbered(folder: Path, name: str, holds: str = "") -> dict[int, Path]:
 
 
 def unused(path: Path) -> Path:
-    """Choose the path, or the first of path-2, path-3, ... if it exists."""
+    """Choose the path, or the first of path-2, path-3, ... if it exists.
+
+    After path-2, which was chosen so itself, comes path-3.
+    """
     candidate = path
+    first, _, number = path.name.rpartition("-")
+    if number.isdecimal() and first and path.with_name(first).exists():
+        path = path.with_name(first)
     numbers = itertools.count(2)
     while candidate.exists():
         candidate = path.with_name(f"{path.name}-{next(numbers)}")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from hocket.config.sections import Chosen, Range, Section, UserPath, markdown_table
+from hocket.config.sections import Chosen, ModelPath, Range, Section, markdown_table
 
 
 class AdaptiveKl(Section):
@@ -145,9 +145,9 @@ class AdvantageConfig(Section):
     """Exclude truncated rollouts from the loss, not from the baseline."""
     reward_range: Range | None = None
     """Only groups whose mean reward lies strictly between the two are trained."""
-    reference: UserPath | None = None
-    """Reference of the KL: folder, hub name, or URL of a server that scores. Default: model.path,
-    no adapter."""
+    reference: ModelPath | None = None
+    """Reference of the KL: a model as in model.path, or URL of a server that scores. Default:
+    model.path, no adapter."""
 
 
 class LossKnobs(Section):
@@ -244,7 +244,7 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
 class CriticConfig(Section):
     """Section critic: the model that predicts returns (trainer/critic.py)."""
 
-    path: UserPath | None = None
+    path: ModelPath | None = None
     """Model of the critic's layers. Default: model.path."""
     learning_rate: float = Field(1e-5, gt=0)
     """Constant learning rate of the critic's AdamW."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from hocket.common.files import newest_version, shipped
+from hocket.common.files import newest_version, shipped, unshipped
 from hocket.errors import ConfigError
 
 
@@ -33,6 +33,12 @@ def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 
 
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
+ModelPath = Annotated[
+    UserPath,
+    pydantic.AfterValidator(shipped),
+    pydantic.AfterValidator(newest_version),  # of a run
+    pydantic.PlainSerializer(unshipped),
+]
 
 
 def _or_key(key: str) -> pydantic.BeforeValidator:
@@ -145,9 +151,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    path: Annotated[
-        UserPath, pydantic.AfterValidator(shipped), pydantic.AfterValidator(newest_version)
-    ] = Field("checkpoints/tiny-sort", validate_default=True)
+    path: ModelPath = Field("checkpoints/tiny-sort", validate_default=True)
     """Folder or hub name of a model; of a run: its newest version."""
     dtype: ChosenDtype = "auto"
     """Precision. `auto`: bfloat16 on a GPU, float32 on a CPU."""

@@ -1,7 +1,6 @@
 """The generation engine: it samples with numbered weight versions, and loads them in its pauses."""
 
 import asyncio
-import contextlib
 import functools
 import secrets
 import time
@@ -110,9 +109,12 @@ class Engine:
         await self.llm.update_weight_version(str(self.version))
         sampling = protocol.SamplingParams(max_tokens=2)
         await self.sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling))
-        # transformers, and so a trainer, can't load every model that vLLM can.
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._architecture = (await asyncio.to_thread(model_shapes, self.model)).architecture
+        except (OSError, ValueError) as error:
+            # transformers, and so a trainer, can't load every model that vLLM can.
+            reason = str(error).partition("\n")[0]
+            self._architecture = f"unknown, as transformers can't load it ({reason})"
 
     @property
     def max_adapter_rank(self) -> int:
