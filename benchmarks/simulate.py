@@ -1,10 +1,12 @@
 """SIMULATION of runs: throughput, waits and staleness for other settings, more servers, more GPUs. Nothing is measured.
 
-    python benchmarks/simulate.py calibrate RUN [RUN ...] > calibration.json    # what runs of yours measured
-    python benchmarks/simulate.py check calibration.json RUN [RUN ...]          # predicted beside measured, other runs
-    python benchmarks/simulate.py predict calibration.json max_staleness=1 prompts=32
-    python benchmarks/simulate.py predict --gpus 8,64,512 [calibration.json] [key=value ...]    # the best split of each
-    python benchmarks/simulate.py inputs                                        # every key, its default and its source
+    .venv/bin/python benchmarks/simulate.py calibrate RUN [RUN ...] > calibration.json  # what runs of yours measured
+    # predicted beside measured, other runs
+    .venv/bin/python benchmarks/simulate.py check calibration.json RUN [RUN ...]
+    .venv/bin/python benchmarks/simulate.py predict calibration.json max_staleness=1 prompts=32
+    # the best split of each
+    .venv/bin/python benchmarks/simulate.py predict --gpus 8,64,512 [calibration.json] [key=value ...]
+    .venv/bin/python benchmarks/simulate.py inputs  # every key, its default and its source
 
 Without a calibration the speeds are public figures of H100s and a 7B model. Calibrate on runs of two or more batch
 sizes with pipeline.max_staleness=0: one size can't tell fixed seconds from seconds per rollout, and times that overlap

@@ -1,6 +1,6 @@
 """Inputs of a SIMULATED run, for simulate.py: settings, seconds of every part, and public figures of GPUs and a model.
 
-Each has its meaning, unit and source; `python benchmarks/simulate.py inputs` prints them.
+Each has its meaning, unit and source; `.venv/bin/python benchmarks/simulate.py inputs` prints them.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from simulated_inputs import COLD_STEPS, Lengths, Setup, Speeds
 try:
     import simpy
 except ModuleNotFoundError:
-    raise SystemExit("a simulation needs simpy: pip install simpy") from None
+    raise SystemExit("a simulation needs simpy: .venv/bin/pip install simpy") from None
 
 Process = Generator[simpy.Event, Any, None]
 

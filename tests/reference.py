@@ -122,7 +122,7 @@ def _command(name: str, text: str) -> str:
             continue
         given = names if names[0].startswith("-") or not keywords.get("metavar") else ()
         shown = f"{', '.join(given)} {keywords.get('metavar') or ''}".strip()
-        cells.append((f"`{shown}`", str(keywords.get("help", "")).replace("|", "\\|")))
+        cells.append((f"`{shown}`", str(keywords.get("help", ""))))
     if SETTINGS in entry.options:
         default = cli.DEFAULTS.get(name, "the defaults of all settings")
         cells.insert(0, ("`CONFIG`", f"YAML file. Default: `{cli.PROJECT}` of the folder, else {default}"))
@@ -278,7 +278,7 @@ def _attributes(item: Any) -> Iterator[tuple[str, str, str, str]]:
 
 def _meaning(text: str) -> str:
     """Writes a sentence as a table has it."""
-    text = _lower(text.removesuffix(".").replace("|", "\\|"))
+    text = _lower(text.removesuffix("."))
     return _marked(re.sub(r'"([^"]*<[^"]*)"', r"`\1`", text))
 
 
@@ -309,7 +309,7 @@ class _Plain(ast.NodeTransformer):
 
 def _type(annotation: Any) -> str:
     text = ast.unparse(_Plain().visit(annotation)).replace("StrictStr", "str")
-    return text.replace("StrictFloat | StrictBool", "float | bool").replace("|", "\\|")
+    return text.replace("StrictFloat | StrictBool", "float | bool")
 
 
 def _methods(item: Any) -> Iterator[str]:

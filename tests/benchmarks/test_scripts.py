@@ -180,7 +180,7 @@ def test_a_script_runs_at_its_smallest_size(script: Path, arguments: str, lines:
 def test_a_simulation_says_in_a_sentence_what_it_lacks(quickstart: dict[str, str]) -> None:
     command = [sys.executable, "benchmarks/simulate.py", "predict", "prompts=4", "steps=2"]
     done = subprocess.run(command, cwd=ROOT, env=quickstart, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "a simulation needs simpy: pip install simpy\n")
+    assert (done.returncode, done.stderr) == (1, "a simulation needs simpy: .venv/bin/pip install simpy\n")
 
 
 def commands(text: str) -> set[str]:

@@ -131,7 +131,8 @@ def markdown_table(header: tuple[str, ...], rows: Iterable[Iterable[object]]) ->
 
 
 def _markdown_row(cells: Iterable[object]) -> str:
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
+    texts = [str(cell).replace("|", r"\|") for cell in cells]  # a bare | ends a cell
+    return f"| {' | '.join(texts)} |"
 
 
 class RunConfig(Section):

@@ -441,6 +441,5 @@ def reference() -> str:
             healthy.append(f"≤ {metric.high:g}")
         if metric.change:
             healthy.append(metric.change)
-        meaning = metric.meaning.replace("|", "\\|")
-        rows.append((f"`{metric.name}`", meaning, " ".join(healthy), metric.advice))
+        rows.append((f"`{metric.name}`", metric.meaning, " ".join(healthy), metric.advice))
     return markdown_table(("metric", "what it is", "healthy", "otherwise"), rows)

@@ -450,4 +450,4 @@ def _type_text(hint: Any) -> str:
     """Write a type as JSON has it, without modules: `list[ImageRow]`."""
     text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
     text = re.sub(r"[\w.]+\.", "", text).replace("Sequence[", "list[").replace("Mapping[", "dict[")
-    return f"`{text}`".replace("|", "\\|").replace("None", "null")
+    return f"`{text}`".replace("None", "null")
