@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hocket.common import files
-from hocket.common.files import atomic_folder, remove_folder, shipped, unshipped, write_atomically
+from hocket.common.files import atomic_folder, docs, remove_folder, shipped, unshipped, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +83,19 @@ def test_a_wheel_s_files_come_before_those_of_the_folder_above_its_packages(
     assert unshipped(f"{package}/shipped/config/sort.yaml") == "config/sort.yaml"
     for path in ("checkpoints/mine", f"{tmp_path}/model", "HuggingFaceTB/SmolLM2-135M"):
         assert unshipped(path) == path
+
+
+def test_a_page_of_the_docs_is_hocket_s_own_even_where_the_folder_has_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    assert docs("index.md") == "docs/index.md"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").touch()
+    monkeypatch.chdir(tmp_path)
+    assert docs("index.md") == f"{root}/docs/index.md"
+    package = tmp_path / "lib" / "hocket"
+    (package / "shipped" / "docs").mkdir(parents=True)
+    monkeypatch.setattr(files, "_PACKAGE", package)
+    assert docs() == "lib/hocket/shipped/docs"

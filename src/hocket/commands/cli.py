@@ -19,7 +19,7 @@ from hocket import config as config_module
 from hocket import launch
 from hocket.commands.command import COMMANDS, DRY_RUN, SETTINGS, Command, Option, command, option
 from hocket.common import environment, shell
-from hocket.common.files import make_unused, shipped
+from hocket.common.files import docs, make_unused
 from hocket.common.processes import nobody_reads
 from hocket.common.redaction import redacted
 from hocket.common.registry import load_plugins
@@ -163,7 +163,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """
     prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
     parser = argparse.ArgumentParser(
-        prog=prog, description=f"hocket: {hocket.__doc__}", epilog=f"docs: {shipped('docs')}"
+        prog=prog, description=f"hocket: {hocket.__doc__}", epilog=f"docs: {docs()}"
     )
     version = f"hocket {hocket.__version__}"
     parser.add_argument("--version", action="version", version=version)
@@ -209,7 +209,7 @@ def _epilog(name: str, entry: Command, prog: str) -> str:
             f"{default}. section.key=value overrides one setting of it."
         )
     if entry.page:
-        parts.append(f"docs: {shipped(f'docs/{entry.page}')}")
+        parts.append(f"docs: {docs(entry.page)}")
     return "\n\n".join(parts)
 
 

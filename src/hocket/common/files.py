@@ -16,7 +16,7 @@ from typing import IO
 SHARED_MEMORY = Path("/dev/shm")  # Linux keeps these files in memory
 VERSIONS_PREFIX = "hocket-versions-"  # begins the names of folders of weight versions there
 _PACKAGE = Path(__file__).parents[1]
-_SHIPPED = ("config", "checkpoints", "docs", "examples")  # top folders of what `shipped` finds
+_SHIPPED = ("config", "checkpoints", "examples")  # top folders of what `shipped` finds
 TAIL_BYTES = 1 << 16  # bytes from the end of a program's output in which lines are looked for
 
 
@@ -80,16 +80,26 @@ def kind_of(folder: Path) -> str:
 def shipped(path: str) -> str:
     """Find a file or folder of hocket's own where the working folder has none of that name.
 
-    hocket has config/, checkpoints/, docs/ and examples/own_everything: a wheel brings them, a
-    checkout is their place. Any other path is returned as it is.
+    hocket has config/, checkpoints/ and examples/own_everything: a wheel brings them, a checkout is
+    their place. Any other path is returned as it is.
     """
     parts = Path(path).parts
     if not parts or parts[0] not in _SHIPPED or Path(path).exists():
         return path
-    for root in (_PACKAGE / "shipped", _PACKAGE.parents[1]):
-        if (root / path).exists():
-            return str(root / path)
-    return path
+    found = _own(path)
+    return path if found is None else str(found)
+
+
+def docs(page: str = "") -> str:
+    """Find a page of hocket's docs, or their folder; below the working folder it is relative."""
+    found = _own(f"docs/{page}") or Path("docs", page)
+    return str(found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found)
+
+
+def _own(path: str) -> Path | None:
+    """Find a file or folder in the wheel or, in a checkout, in its root."""
+    places = (_PACKAGE / "shipped" / path, _PACKAGE.parents[1] / path)
+    return next(filter(Path.exists, places), None)
 
 
 def unshipped(path: str) -> str:
