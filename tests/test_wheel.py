@@ -140,7 +140,7 @@ def test_quickstart_and_a_project_of_one_s_own_train_in_empty_folders(wheel: Pat
     config = (tmp_path / "empty" / "runs" / "quickstart" / "config.yaml").read_text("utf-8")
     assert "path: checkpoints/tiny-sort\n" in config  # another environment can go on with the run
     out = run([*hocket_, "train", "--help"], tmp_path, **env)
-    assert Path(out.partition("docs: ")[2].strip()).is_file()
+    assert (tmp_path / out.partition("docs: ")[2].strip()).is_file()
     run([*hocket_, "new", "mine"], tmp_path / "empty", **env)
     out = run([*hocket_, "quickstart", *short], tmp_path / "empty" / "mine", **env)
     assert "weight version" in out
