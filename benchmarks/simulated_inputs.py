@@ -53,7 +53,7 @@ class Speeds:
     rollout_token_s: float = given(8e-8, "rank 0's event loop, per sampled token", HERE)
     step_s: float = given(0.0, "rank 0 between rollouts and update, per step", "calibration")
     step_token_s: float = given(2e-7, "the same per token: rows, dividing, sending, building", HERE)
-    train_fixed_s: float = given(0.5, "update: the optimiser's part", ASSUMED)
+    train_fixed_s: float = given(0.5, "update: the optimizer's part", ASSUMED)
     micro_batch_s: float = given(0.0, "update, per micro-batch of a rank", RUN)
     position_s: float = given(0.0, "update, per token and rank", RUN)
     prepare_s: float = given(0.1, "weight sync before servers pause", "calibration")

@@ -1,4 +1,4 @@
-"""One optimiser step of hocket beside a bare PyTorch loop and beside the padded way; memory of the log-probs.
+"""One optimizer step of hocket beside a bare PyTorch loop and beside the padded way; memory of the log-probs.
 
 All ways take the same step on the same samples: a random Qwen2, the default policy loss, AdamW, gradients clipped.
 

@@ -1,4 +1,4 @@
-"""Group reward-decoupled normalisation (GDPO, arXiv 2601.05242): normalise each reward of a group, then sum.
+"""Group reward-decoupled normalization (GDPO, arXiv 2601.05242): normalize each reward of a group, then sum.
 
 Settings: algorithm.advantage=gdpo algorithm.scale=none
 """

@@ -1,4 +1,4 @@
-"""Geometric-mean policy optimisation (arXiv 2507.20673): the geometric mean of a sequence's clipped ratios.
+"""Geometric-mean policy optimization (arXiv 2507.20673): the geometric mean of a sequence's clipped ratios.
 
 Settings: algorithm.objective=gmpo algorithm.aggregate=seq_mean_token_mean algorithm.minibatches=2
 """

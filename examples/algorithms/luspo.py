@@ -1,4 +1,4 @@
-"""Length-unbiased sequence policy optimisation (arXiv 2602.05261): GSPO, each sequence weighted by its length.
+"""Length-unbiased sequence policy optimization (arXiv 2602.05261): GSPO, each sequence weighted by its length.
 
 Settings: algorithm.preset=gspo algorithm.aggregate=luspo
 """

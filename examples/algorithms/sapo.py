@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid of the ratio in place of its clip.
+"""Soft adaptive policy optimization (arXiv 2511.20347): a sigmoid of the ratio in place of its clip.
 
 Settings: algorithm.objective=sapo algorithm.aggregate=seq_mean_token_mean algorithm.minibatches=2
 """

@@ -1,4 +1,4 @@
-"""Variational sequence-level soft policy optimisation (arXiv 2602.10693): a gamma-shaped weight per sequence.
+"""Variational sequence-level soft policy optimization (arXiv 2602.10693): a gamma-shaped weight per sequence.
 
 Settings: algorithm.objective=vespo algorithm.aggregate=token_mean algorithm.correction=none algorithm.minibatches=2
 """

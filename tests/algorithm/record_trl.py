@@ -117,7 +117,7 @@ def loss_of(name: str, given: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def gdpo(absent: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
-    """Runs the lines of GRPOTrainer that normalise each reward, then sum; `absent`: (rollout, reward) without one."""
+    """Runs the lines of GRPOTrainer that normalize each reward, then sum; `absent`: (rollout, reward) without one."""
     torch.manual_seed(1)
     rewards_per_func = torch.randn(8, 2, dtype=torch.float64)
     for place in absent:

@@ -44,7 +44,7 @@ def last_advantages(samples: list[TrainSample]) -> list[float]:
     return [sample.advantages[-1] for sample in samples]
 
 
-def test_each_rollout_with_a_score_gets_its_group_normalised_advantage() -> None:
+def test_each_rollout_with_a_score_gets_its_group_normalized_advantage() -> None:
     # mean 0.5, unbiased deviation of (0, 0, 1, 1) = √(4 · 0.25 / 3)
     samples, shaping = sampled([group("a", [0.0, 0.0, None, 1.0, 1.0])])
     one = 0.5 / math.sqrt(1 / 3)

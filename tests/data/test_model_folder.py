@@ -57,7 +57,7 @@ def test_a_model_that_ships_is_whole_and_its_tokenizer_is_returned(name: str) ->
             "pytorch_model.bin, only consolidated.safetensors",
         ),
         (lambda folder: configure(folder, vocab_size=4), "the tokenizer has ids up to"),
-        (lambda folder: configure(folder, quantization_config={"quant_method": "awq"}), r"are quantised \(awq\)"),
+        (lambda folder: configure(folder, quantization_config={"quant_method": "awq"}), r"are quantized \(awq\)"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_named(folder: Path, how: Callable[[Path], object], words: str) -> None:

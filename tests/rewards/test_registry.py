@@ -407,7 +407,7 @@ async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
         ({"right": 0.0, "long": {"normalize": True, "weight": 2}}, [-0.1469, 2.7913, -1.9098, -0.7345]),
     ],
 )
-async def test_gates_limits_and_normalised_values(
+async def test_gates_limits_and_normalized_values(
     scores_of: Scores, register: Register, specs: dict[str, Any], totals: list[float]
 ) -> None:
     register("right", lambda completion: float(completion.split()[0]))
@@ -427,7 +427,7 @@ async def test_gates_limits_and_normalised_values(
         (["1e308"], {"weight": 0.0}, "the weighted sum is 0.0, and neither it nor a value may be beyond ±1e+30"),
     ],
 )
-async def test_equal_values_and_too_large_ones_are_no_accident_of_normalising(
+async def test_equal_values_and_too_large_ones_are_no_accident_of_normalizing(
     scores_of: Scores, register: Register, texts: list[str], spec: dict[str, Any], error: str
 ) -> None:
     register("value", lambda completion: float(completion))

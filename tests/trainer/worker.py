@@ -346,7 +346,7 @@ FAILURES: dict[str, dict[str, Callable[[], object]]] = {
     "rank_is_full": {"1": no_room},
     # likewise, while rank 0 is within a call that no lost connection ends, as those of NCCL may be
     "rank_waits_for_ever": {"0": hang, "1": no_room},
-    # before a step's optimiser, for what the ranks have together
+    # before a step's optimizer, for what the ranks have together
     "log_probs_differ": {},
 }
 """By scenario, what happens on which rank; there are no ranks for another scenario after it."""

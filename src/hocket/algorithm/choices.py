@@ -307,7 +307,7 @@ def critic(
     discount: Discount = 1.0,
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0,
 ) -> tuple["Tensor", "Tensor"]:
-    """Compute generalised advantages, and the returns that a critic learns (arXiv 1506.02438).
+    """Compute generalized advantages, and the returns that a critic learns (arXiv 1506.02438).
 
     δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};
     returns = A + V. V_T = 0.

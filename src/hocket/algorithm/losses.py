@@ -45,7 +45,7 @@ class LossOutput(NamedTuple):
 def policy_loss(
     logprobs_bt: Tensor, entropy_bt: Tensor, batch: LossBatch, config: LossConfig
 ) -> LossOutput:
-    """Compute a micro-batch's share of the loss, to be minimised, and its metrics.
+    """Compute a micro-batch's share of the loss, to be minimized, and its metrics.
 
     The loss is Σ share · (−w · objective + kl_coef · kl − entropy_coef · entropy), over tokens.
 

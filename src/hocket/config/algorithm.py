@@ -97,7 +97,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "ppo": _published(
         "1707.06347",
-        "with a critic and generalised advantages, 1506.02438; epochs of 1909.08593",
+        "with a critic and generalized advantages, 1506.02438; epochs of 1909.08593",
         advantage="critic",
         scale="tokens",
         epochs=4,
@@ -204,7 +204,7 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
 
     @property
     def updates(self) -> int:
-        """Most optimiser steps per step of the run."""
+        """Most optimizer steps per step of the run."""
         return self.epochs * self.minibatches
 
     @property

@@ -70,9 +70,9 @@ class SyncConfig(Section):
     upload: bool = False
     """Files go over HTTP, without a shared disk."""
     check_every: int = Field(20, ge=0)
-    """Versions between proofs, besides the first two. 0 disables them."""
+    """Versions between comparisons of log-probs, besides the first two. 0 disables them."""
     max_logprob_gap: float | None = Field(None, gt=0)
-    """Highest mean |Δ log-prob| in a proof. Default: by the dtype."""
+    """Highest mean |Δ log-prob| in such a comparison. Default: by the dtype."""
     check_share: float = Field(0.015625, ge=0, le=1)
     """Share of prompts, drawn at random, that are checked besides those that training compares."""
     on_mismatch: Literal["stop", "warn"] = "stop"

@@ -300,7 +300,7 @@ class TrainerConfig(Section):
 
 class StageConfig(Section):
     batch_size: int = Field(64, ge=1)
-    """Demonstrations per optimiser step; rm and dpo: pairs."""
+    """Demonstrations per optimizer step; rm and dpo: pairs."""
     epochs: int | None = Field(None, ge=1)
     """Passes over the rows. Default: trainer.steps steps."""
 

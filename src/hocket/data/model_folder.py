@@ -102,16 +102,16 @@ def _weights(model: ModelConfig, setting: str, *, trains: bool, head: Head) -> l
     path = model.path
     config = tokenizers.config_of(path, setting)
     problems = _ties(path)
-    quantised = getattr(config, "quantization_config", None)
-    if not quantised:
-        quantised = getattr(config.get_text_config(), "quantization_config", None)
-    if quantised and trains:
+    quantized = getattr(config, "quantization_config", None)
+    if not quantized:
+        quantized = getattr(config.get_text_config(), "quantization_config", None)
+    if quantized and trains:
         kind = "some method"
-        if isinstance(quantised, dict):
-            kind = quantised.get("quant_method", kind)
+        if isinstance(quantized, dict):
+            kind = quantized.get("quant_method", kind)
         problems.append(
-            f"its weights are quantised ({kind}) and can't be trained; name the model that it was "
-            "made of; model.lora={quantize: nf4} quantises that while it trains"
+            f"its weights are quantized ({kind}) and can't be trained; name the model that it was "
+            "made of; model.lora={quantize: nf4} quantizes that while it trains"
         )
         return problems
     if model.random_init:
@@ -123,7 +123,7 @@ def _weights(model: ModelConfig, setting: str, *, trains: bool, head: Head) -> l
     problems += broken + damaged
     if broken or damaged:
         return problems
-    if quantised or not files:  # vLLM checks the formats that only it reads
+    if quantized or not files:  # vLLM checks the formats that only it reads
         return problems
 
     # Transformers builds the model of config.json without memory, and compares the tensors.

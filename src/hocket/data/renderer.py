@@ -303,7 +303,7 @@ class Renderer:
     @functools.cached_property
     def _most_characters(self) -> int:
         """The most characters of a text that one token may stand for."""
-        # A tokenizer may normalise a text first, and make one character of up to four.
+        # A tokenizer may normalize a text first, and make one character of up to four.
         return 4 * max(map(len, self._tokenizer.get_vocab()))
 
     # The chat template

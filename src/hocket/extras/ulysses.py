@@ -48,7 +48,7 @@ class Split(RowPart):
 
 @row_division("ulysses")
 def split(size: int, ranks: Ranks) -> Split:
-    """Make the groups of `size` neighbouring ranks that divide rows, and return this rank's."""
+    """Make the groups of `size` neighboring ranks that divide rows, and return this rank's."""
     timeout = datetime.timedelta(seconds=ranks.timeout_s)
     group, _ = dist.new_subgroups(size, timeout=timeout)  # type: ignore[no-untyped-call]
     return Split(size, ranks.rank % size, group=group)

@@ -180,7 +180,7 @@ def load_on_meta(path: str, shapes: Shapes, *, classifier: bool = False) -> Load
     config = transformers.AutoConfig.from_pretrained(
         path, trust_remote_code=False, local_files_only=True
     )
-    config.__dict__.pop("quantization_config", None)  # else it needs the quantiser's package
+    config.__dict__.pop("quantization_config", None)  # else it needs the quantizer's package
     auto: Any = transformers.AutoModelForCausalLM
     if classifier:
         auto = transformers.AutoModelForSequenceClassification

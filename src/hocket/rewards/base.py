@@ -52,7 +52,7 @@ _ROLLOUT_ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "completion": attrgetter("text"),  # the text without the end-of-sequence token
     "opening": lambda rollout: rollout.sequences[-1].opening,  # "<think>\n", if the template opens
     "token_ids": _sampled_ids,  # the ids that were sampled in the whole episode
-    "finish_reason": attrgetter("finish_reason"),  # "stop", "length" or "abort"
+    "finish_reason": attrgetter("finish_reason"),  # "stop" or "length"
     "rollout": lambda rollout: rollout,
 }
 # Arguments of a reward that scores a whole group in one call; rollouts that failed are not in it.

@@ -112,7 +112,7 @@ def compose(
 
 
 def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float]:
-    """Clip and normalise a reward's values. Returns them by rollout, without those that failed."""
+    """Clip and normalize a reward's values. Returns them by rollout, without those that failed."""
     low, high = spec.clip or (-math.inf, math.inf)
     values = {}
     for i, score in enumerate(scores):

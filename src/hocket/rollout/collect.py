@@ -1,7 +1,7 @@
 """Gather one batch: play the episodes of its prompts, score each as it ends, return whole groups.
 
 A batch has the stream's next prompts, whichever episodes end first. To drop slow episodes would
-favour short answers.
+favor short answers.
 """
 
 import asyncio

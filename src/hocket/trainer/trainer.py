@@ -317,7 +317,7 @@ class Trainer(Together):
         def cost(length: int) -> float:
             return flops.step_flops(self.flops, [length], length)
 
-        # Neighbouring ranks compute a row together, and get the same rows.
+        # Neighboring ranks compute a row together, and get the same rows.
         ranks_per_row = self._config.trainer.sequence_parallel
         divided = batching.divide(
             samples,
@@ -416,7 +416,7 @@ class Trainer(Together):
         self._skipped_in_row += 1
         if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
             raise TrainerError(
-                f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient "
+                f"the optimizer skipped {self._skipped_in_row} steps in a row, as loss or gradient "
                 f"was not finite; the first fault of the last one (the samples: {keep}): {fault}"
             )
 

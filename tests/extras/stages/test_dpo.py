@@ -1,4 +1,4 @@
-"""Preference optimisation: losses by hand, whole runs on made-up pairs, and the reference that they keep."""
+"""Preference optimization: losses by hand, whole runs on made-up pairs, and the reference that they keep."""
 
 import gc
 import json

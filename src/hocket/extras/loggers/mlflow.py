@@ -10,7 +10,7 @@ from typing import Any
 from hocket.config import leaves
 from hocket.observe.loggers import COLUMNS, Table, logger
 
-TAG = "hocket_run"  # the tag by which a resumed run is recognised
+TAG = "hocket_run"  # the tag by which a resumed run is recognized
 AT_ONCE = 100  # the most parameters that MLflow takes in a request
 
 

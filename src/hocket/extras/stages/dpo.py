@@ -1,4 +1,4 @@
-"""Direct preference optimisation (DPO) and its kin.
+"""Direct preference optimization (DPO) and its kin.
 
 The policy learns to give chosen completions a higher probability than rejected ones, each measured
 against a reference.

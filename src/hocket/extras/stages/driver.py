@@ -56,7 +56,7 @@ class Stage:
     rate: str  # advice on the learning rate, where that is the default, which is for GRPO
 
     def objective(self, model: ModelConfig) -> Objective:
-        """Make the objective that the trainer minimises."""
+        """Make the objective that the trainer minimizes."""
         raise NotImplementedError
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
