@@ -101,7 +101,9 @@ class Run:
         # Every part is asked, as each may count the steps. A run ends with an evaluation.
         ends = False
         for part in self.parts:
-            ends |= part.ends(step, metrics)
+            if part.ends(step, metrics):
+                self.console.say(f"{type(part).__name__} ends the run after step {step}")
+                ends = True
         if ends and not evaluates:
             with timed(metrics, "time/step"):
                 metrics |= await self.evaluate(step)
