@@ -203,6 +203,10 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("model.lora={} model.random_init=true", "with random_init there are none"),
         ("model.lora.quantize=nf4 trainer.offload_optimizer=true", "set stage 2"),
         ("checkpoint.best=eval/greedy data.source=a.jsonl", "checkpoint.best needs held-out rows: set eval.data"),
+        (
+            "checkpoint.best.name=eval/greedy checkpoint.best.patience=3 eval.every_steps=0",
+            "checkpoint.best.patience has no effect, as only the last step is evaluated: set eval.every_steps",
+        ),
         ("algorithm.preset=ppo critic.warmup_steps=10 trainer.steps=10", "leaves no step of trainer.steps=10"),
         ("trainer.offload_optimizer=true trainer.zero_stage=0", "offload_optimizer needs zero_stage"),
         ("launch.share_gpu=true pipeline.max_staleness=1", "needs pipeline.max_staleness=0"),

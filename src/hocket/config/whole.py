@@ -313,6 +313,9 @@ def _check_best(config: Config) -> None:
     if best not in metrics:
         fact = f"checkpoint.best={best} is no metric of this evaluation"
         raise ValueError(f"{fact}, which has {', '.join(metrics)}")
+    if config.checkpoint.best.patience and config.eval.every_steps == 0:
+        fact = "checkpoint.best.patience has no effect, as only the last step is evaluated"
+        raise ValueError(f"{fact}: set eval.every_steps")
 
 
 def _check_transport(config: Config) -> None:
