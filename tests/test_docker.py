@@ -236,9 +236,9 @@ for module, distributions in importlib.metadata.packages_distributions().items()
 from hocket.common import environment
 environment.prepare()
 package = importlib.import_module(package)
-for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-    if not found.name.endswith(("__main__", "vllm_weights")):  # vLLM's workers import this one
-        importlib.import_module(found.name)
+for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+    if not module.name.endswith(("__main__", "vllm_weights")):  # vLLM's workers import this one
+        importlib.import_module(module.name)
 MODEL = "checkpoints/tiny-sort"
 exec(then)
 """

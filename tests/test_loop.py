@@ -252,7 +252,9 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_])
-async def test_the_users_on_step_sees_every_step_and_ends_the_run(kind: type, tmp_path: Path) -> None:
+async def test_the_users_on_step_sees_every_step_and_ends_the_run(
+    kind: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[float] = []
     _, metrics, summary = await trained(
         tmp_path, lambda step, j: float(j), "trainer.steps=9",
@@ -260,6 +262,7 @@ async def test_the_users_on_step_sees_every_step_and_ends_the_run(kind: type, tm
     )  # fmt: skip
     assert ([line["step"] for line in metrics], seen) == ([0, 1, 2], [0.5, 0.5])
     assert summary["before"]["greedy"] == summary["after"]["greedy"] == 0.0  # evaluated once more at its end
+    assert capsys.readouterr().out.count("OnStepPart ends the run after step 2\n") == 1
 
 
 async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp_path: Path) -> None:

@@ -84,6 +84,4 @@ async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(
     assert kept == [0, 1, 2]
     assert [row.get("eval/since_best") for row in metrics] == [0.0, 1.0, 2.0]
     assert (summary["steps"], summary["best"]) == (2, {"step": 0})
-    assert "checkpoint.best ends the run: 2 evaluations without a better one" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "checkpoint.best: 2 evaluations without a better one" in " ".join(capsys.readouterr().out.split())

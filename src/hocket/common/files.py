@@ -86,14 +86,13 @@ def shipped(path: str) -> str:
     parts = Path(path).parts
     if not parts or parts[0] not in _SHIPPED or Path(path).exists():
         return path
-    found = _own(path)
-    return path if found is None else str(found)
+    return str(_own(path) or path)
 
 
 def docs(page: str = "") -> str:
     """Find a page of hocket's docs, or their folder; below the working folder it is relative."""
-    found = _own(f"docs/{page}") or Path("docs", page)
-    return str(found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found)
+    file = _own(f"docs/{page}") or Path("docs", page)
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def _own(path: str) -> Path | None:

@@ -54,7 +54,7 @@ class Best(RunPart):
         patience = self.settings.patience
         if patience is None or metrics.get("eval/since_best", 0) < patience:
             return False
-        self.say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
+        self.say(f"checkpoint.best: {patience} evaluations without a better one")
         return True
 
     def summary(self) -> Mapping[str, Any]:
